@@ -1,0 +1,173 @@
+"""The collectives, called by name inside a manual region, and parameters that gather when read.
+
+Two directions, each the other's transpose: a shard is gathered to the whole weight, a whole
+gradient is reduce-scattered to a shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jzero.layout import Leaf, is_floating
+
+READ = "jzero_read"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How one leaf travels: its layout, the partition axes and the dtype that gradients are sent in.
+
+    Hashable, so that it can be static data of a tree. `gather` says whether the value at rest is a
+    shard (stage 3) or whole (stage 2).
+    """
+
+    leaf: Leaf
+    axes: tuple[str, ...]
+    gather: bool
+    reduce_dtype: Any = None
+
+
+def all_gather(shard: jax.Array, wire: Wire) -> jax.Array:
+    """Gathers a shard (any leading stacked dims missing) to the logical whole, in its own dtype."""
+    dim = _dim(shard, wire.leaf)
+    whole = jax.lax.all_gather(shard, wire.axes, axis=dim, tiled=True)
+    if not wire.leaf.padding:
+        return whole
+    return jax.lax.slice_in_dim(whole, 0, _cut_size(wire.leaf), axis=dim)
+
+
+def reduce_scatter(grad: jax.Array, wire: Wire) -> jax.Array:
+    """Sums a logical whole over the partition axes; each device keeps its shard, padded with zeros.
+
+    The local sum is cast to `reduce_dtype` just before it travels.
+    """
+    dim = _dim(grad, wire.leaf)
+    if wire.leaf.padding:
+        grad = jnp.pad(grad, [(0, wire.leaf.padding * (d == dim)) for d in range(grad.ndim)])
+    grad = grad if wire.reduce_dtype is None else grad.astype(wire.reduce_dtype)
+    return jax.lax.psum_scatter(grad, wire.axes, scatter_dimension=dim, tiled=True)
+
+
+def all_reduce(grad: jax.Array, axes: tuple[str, ...], reduce_dtype: Any = None) -> jax.Array:
+    """Sums over `axes`, sent in `reduce_dtype`."""
+    return jax.lax.psum(grad if reduce_dtype is None else grad.astype(reduce_dtype), axes)
+
+
+def _cut_size(leaf: Leaf) -> int:
+    assert leaf.dim is not None
+    return leaf.shape[leaf.dim]
+
+
+def _dim(x: jax.Array, leaf: Leaf) -> int:
+    """The cut dim of `x`, counted from the right: inside a scan the layer dim is gone."""
+    assert leaf.dim is not None
+    return x.ndim - (len(leaf.shape) - leaf.dim)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A parameter as a device holds it, to be read with `read`.
+
+    `value` is the shard (stage 3) or the whole weight (stage 2). `tap` has the shape of the shard
+    and is what the loss is differentiated by; None where no gradient is wanted. Slicing and
+    scanning over leading dims work on both alike.
+    """
+
+    value: Any
+    tap: Any
+    wire: Wire = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, index: Any) -> Held:
+        if index is Ellipsis:
+            return self
+        return jax.tree.map(lambda x: x[index], self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.wire.leaf.shape
+        return shape[len(shape) - self.value.ndim :]
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
+
+def read(held: Held) -> jax.Array:
+    """Reads the whole weight; its gradient is reduce-scattered to the tap where it arises."""
+    _check_slice(held)
+    if held.tap is None:
+        return jax.lax.stop_gradient(fetch(held.value, held.wire))
+    return _read(held.wire, jax.lax.stop_gradient(held.value), held.tap)
+
+
+def fetch(value: jax.Array, wire: Wire) -> jax.Array:
+    """The whole weight from what is held: gathered, or as it is."""
+    return all_gather(value, wire) if wire.gather else value
+
+
+def _read(wire: Wire, value: jax.Array, tap: jax.Array) -> jax.Array:
+    """A gradient tap: forward the weight, backward the reduced gradient to `tap` alone."""
+
+    @jax.custom_vjp
+    def tapped(value: jax.Array, tap: jax.Array) -> jax.Array:
+        return fetch(value, wire)
+
+    def backward(_: None, ct: jax.Array) -> tuple[None, jax.Array]:
+        return None, reduce_scatter(ct, wire).astype(tap.dtype)
+
+    tapped.defvjp(lambda value, tap: (fetch(value, wire), None), backward)
+    return tapped(value, tap)
+
+
+def _check_slice(held: Held) -> None:
+    """Refuses a held value whose cut dim was sliced away or changed: the numbers would be wrong."""
+    leaf, wire = held.wire.leaf, held.wire
+    full = leaf.shard_shape if wire.gather else leaf.shape
+    shape = tuple(held.value.shape)
+    lost = len(full) - len(shape)
+    if lost < 0 or shape != full[lost:] or lost > (leaf.dim or 0):
+        raise ValueError(
+            f"parameter {leaf.name} with shape {leaf.shape}, cut on dim {leaf.dim}, was sliced to "
+            f"{shape} before it was read; only leading dims other than the cut one may be scanned "
+            "or indexed. Read it whole first, or use stage 1."
+        )
+
+
+def read_hook(variable: nnx.Variable, value: Any) -> Any:
+    """The `on_get_value` hook of a module's parameters: reads what is held."""
+    del variable
+    return read(value) if isinstance(value, Held) else value
+
+
+def mark_hook(variable: nnx.Variable, value: Any) -> Any:
+    """The hook of the recording pass: marks where a parameter is read."""
+    del variable
+    if isinstance(value, Held):
+        return read(value)
+    return mark_read(value) if is_floating(value.dtype) else value
+
+
+def mark_read(value: jax.Array) -> jax.Array:
+    """Marks a read of a parameter in the traced program."""
+    return checkpoint_name(value, READ)
+
+
+def with_hook(state: Any, hook: Any) -> Any:
+    """Installs `hook` before a module's own read hooks, on fresh Variables of `state`."""
+    for _, variable in nnx.to_flat_state(state):
+        if isinstance(variable, nnx.Variable):
+            own = variable.get_metadata("on_get_value", None)
+            own = () if own is None else own if isinstance(own, tuple) else (own,)
+            variable.set_metadata("on_get_value", (hook, *own))
+    return state

@@ -1,0 +1,99 @@
+"""Where a traced loss reads each parameter: the program itself is asked, not the author.
+
+A parameter may be gathered where it is read only if that moves it as often as the law says: each
+read must be marked (a module's read hook, or `block_params`), and either slice its leading layer
+dims by a scan, or be the only one. Every other parameter is gathered once, before the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jzero.collectives import READ
+from jzero.layout import Leaf
+
+_LOOPS = ("while", "cond")
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One use of a parameter: marked as a read or not, how many dims scans took, and loop-invariant or not."""
+
+    is_read: bool
+    num_scanned: int = 0
+    is_invariant: bool = False
+
+
+def find_uses(jaxpr: Any, num_inputs: int) -> list[list[Use]]:
+    """Finds the uses of the first `num_inputs` inputs of an open jaxpr."""
+    return [list(_uses(jaxpr, var, Use(False))) for var in jaxpr.invars[:num_inputs]]
+
+
+def _uses(jaxpr: Any, var: Any, so_far: Use) -> Iterator[Use]:
+    for eqn in jaxpr.eqns:
+        for position, operand in enumerate(eqn.invars):
+            if operand is var:
+                yield from _eqn_uses(eqn, position, so_far)
+
+
+def _eqn_uses(eqn: Any, position: int, so_far: Use) -> Iterator[Use]:
+    name = eqn.primitive.name
+    if name == "name" and eqn.params.get("name") == READ:
+        yield dataclasses.replace(so_far, is_read=True)
+        return
+    inner = None if name in _LOOPS else _inner_jaxpr(eqn)
+    if inner is None or position >= len(inner.invars):
+        yield dataclasses.replace(so_far, is_read=False)
+    elif name != "scan":
+        yield from _uses(inner, inner.invars[position], so_far)
+    else:
+        yield from _scan_uses(eqn, inner, position, so_far)
+
+
+def _scan_uses(eqn: Any, inner: Any, position: int, so_far: Use) -> Iterator[Use]:
+    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    if position < num_consts:
+        so_far = dataclasses.replace(so_far, is_invariant=True)
+    elif position < num_consts + num_carry:
+        yield dataclasses.replace(so_far, is_read=False)
+        return
+    else:
+        so_far = dataclasses.replace(so_far, num_scanned=so_far.num_scanned + 1)
+    yield from _uses(inner, inner.invars[position], so_far)
+
+
+def _inner_jaxpr(eqn: Any) -> Any:
+    """The one sub-program an equation calls with its own operands, or None."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(key)
+        inner = getattr(inner, "jaxpr", inner)
+        if inner is not None and len(inner.invars) == len(eqn.invars):
+            return inner
+    return None
+
+
+def is_gathered_on_read(leaf: Leaf, uses: Sequence[Use]) -> bool:
+    """Whether gathering at each read moves this parameter no more often than the law says."""
+    if not all(use.is_read and not use.is_invariant for use in uses):
+        return False
+    scanned = all(0 < use.num_scanned <= (leaf.dim or 0) for use in uses)
+    return scanned or (len(uses) == 1 and uses[0].num_scanned == 0)
+
+
+def plan_reads(fn: Any, leaves: Sequence[Leaf], args: Sequence[Any]) -> list[bool]:
+    """Traces `fn(args)` and says for each leaf whether to gather it on read (else before the loss).
+
+    Args:
+      fn: takes a list of whole parameters.
+      leaves: their layout.
+      args: their ShapeDtypeStructs.
+    """
+    jaxpr = jax.make_jaxpr(fn)(list(args)).jaxpr
+    return [
+        is_gathered_on_read(leaf, uses)
+        for leaf, uses in zip(leaves, find_uses(jaxpr, len(leaves)), strict=True)
+    ]

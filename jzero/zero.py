@@ -1,0 +1,474 @@
+"""`Zero`: what is partitioned, and over which mesh axes. Its methods are thin faces of pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jzero import gradients, layers
+from jzero import mesh as meshes
+from jzero.layout import STAGES, Layout, Leaf, P, is_floating, make_layout, make_state_layout, pad, unpad
+from jzero.memo import Memo
+from jzero.optimizer import Partition, partitioned
+from jzero.report import Report, make_report
+from jzero.trees import abstract_leaves, check_against, named_leaves, param_tree, select, split
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero:
+    """ZeRO over a mesh: says what is partitioned, and makes the functions that keep it so.
+
+    Args:
+      mesh: any jax Mesh, with automatic or explicit axes.
+      stage: 0 cuts nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters.
+      axes: the mesh axes to partition over; "data", or the only axis, where left out.
+      state_axes: the axes to partition the optimizer state over; only `axes` for now.
+      like: the parameters (arrays, ShapeDtypeStructs or an `nnx.Module`), of which only shapes are
+        read; stage 3 needs it.
+      reduce_dtype: the dtype gradients travel in; their own where left out.
+      min_size: arrays of fewer elements stay whole.
+
+    Raises:
+      ValueError: for any value that cannot be honoured.
+
+    Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
+
+    >>> mesh = make_mesh()  # doctest: +SKIP
+    >>> tx = Zero(mesh, stage=1).optimizer(optax.adamw(3e-4))  # doctest: +SKIP
+    """
+
+    mesh: Mesh
+    stage: int
+    axes: Sequence[str] | str | None = dataclasses.field(default=None, kw_only=True)
+    state_axes: Sequence[str] | str | None = dataclasses.field(default=None, kw_only=True)
+    like: Any = dataclasses.field(default=None, kw_only=True, repr=False, compare=False)
+    reduce_dtype: Any = dataclasses.field(default=None, kw_only=True)
+    min_size: int = dataclasses.field(default=0, kw_only=True)
+    _memo: Memo = dataclasses.field(default=None, init=False, repr=False, compare=False)  # type: ignore
+
+    def __post_init__(self) -> None:
+        _check(self)
+        object.__setattr__(self, "axes", meshes.partition_axes(self.mesh, self.axes))
+        if self.state_axes is not None and meshes.partition_axes(self.mesh, self.state_axes) != self.axes:
+            raise ValueError(
+                f"state_axes={self.state_axes!r} differs from axes={self.axes!r}, which is not "
+                "supported yet; leave it out."
+            )
+        object.__setattr__(self, "state_axes", self.axes)
+        meshes.replica_axes(self.mesh, self.axes)
+        shapes = None if self.like is None else abstract_leaves(self.like)
+        object.__setattr__(self, "like", shapes)
+        layout = None if shapes is None else self._make_layout(shapes)
+        object.__setattr__(self, "_memo", Memo(layout))
+
+    # What is cut where.
+
+    @property
+    def num_shards(self) -> int:
+        """N, the size of the partition axes."""
+        return meshes.axes_size(self.mesh, self._place.axes)
+
+    @property
+    def _place(self) -> gradients.Place:
+        axes = meshes.partition_axes(self.mesh, self.axes)
+        replicas = meshes.replica_axes(self.mesh, axes)
+        return gradients.Place(self.mesh, axes, replicas, STAGES[self.stage], self.reduce_dtype)
+
+    def _make_layout(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> Layout:
+        layout = make_layout(shapes, num_shards=self.num_shards, min_size=self.min_size)
+        if STAGES[self.stage].state:
+            return layout
+        return {name: leaf.whole("stage 0") for name, leaf in layout.items()}
+
+    def layout(self, params: Any = None) -> Layout:
+        """The layout by leaf name: of `like`, or of the logical `params`.
+
+        Args:
+          params: parameters (arrays, shapes or a module); may be left out where `like` was given.
+
+        Raises:
+          ValueError: where `params` differ from `like`, or neither is given.
+        """
+        if params is None:
+            if self._memo.layout is None:
+                raise ValueError("no parameters are known; pass them, or make Zero with like=params.")
+            return self._memo.layout
+        return self._layout_of(abstract_leaves(params))
+
+    def _layout_of(
+        self, shapes: dict[str, jax.ShapeDtypeStruct], what: str = "params", may_miss: bool = False
+    ) -> Layout:
+        if self._memo.layout is None:
+            layout = self._make_layout(shapes)
+            self._memo.remember(layout)
+            return layout
+        layout = dict(self._memo.layout)
+        check_against(shapes, layout, what=what, rest_shapes=self._cuts_params, may_miss=may_miss)
+        return {
+            name: dataclasses.replace(layout[name], dtype=np.dtype(x.dtype))
+            for name, x in shapes.items()
+        }
+
+    @property
+    def _cuts_params(self) -> bool:
+        return STAGES[self.stage].params
+
+    def _rest_sharding(self, leaf: Leaf) -> NamedSharding:
+        spec = self._place.param_spec(leaf)
+        return meshes.named_sharding(self.mesh, spec, len(leaf.shape))
+
+    # Parameters.
+
+    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """Makes parameters born partitioned: no device ever holds them whole.
+
+        Args:
+          init_fn: from `args` (a PRNG key, say) to a tree of arrays or an `nnx.Module`. The same
+            key gives the same values on any mesh.
+
+        Returns:
+          What `init_fn` returns, its parameters at rest in the layout of this stage.
+        """
+        shapes = jax.eval_shape(lambda *a: _parts(init_fn(*a))[1:], *args)
+        layout = self._layout_of(abstract_leaves(shapes[0]), "what init_fn returns")
+        graphdef: list[Any] = []
+
+        def make(*args: Any) -> Any:
+            static, params, state = _parts(init_fn(*args))
+            graphdef[:] = [static]
+            return self._padded(params, layout), state
+
+        born = [self._rest_sharding(leaf) for leaf in layout.values()]
+        out = (
+            jax.tree.unflatten(jax.tree.structure(shapes[0]), born),
+            jax.tree.map(lambda x: meshes.named_sharding(self.mesh, P(), x.ndim), shapes[1]),
+        )
+        params, state = jax.jit(make, out_shardings=out)(*args)
+        self._memo.has_placed = True
+        return _whole(graphdef[-1], params, state)
+
+    def place(self, params: Any) -> Any:
+        """Places parameters that exist (logical shapes, on the host or any device) at rest.
+
+        Returns:
+          The same tree, or a new module; each device receives only its shards.
+        """
+        graphdef, tree, state = _parts(params)
+        layout = self._layout_of(abstract_leaves(tree))
+        leaves, treedef = named_leaves(tree)
+        placed = [self._place_leaf(x, layout[name]) for name, x in leaves.items()]
+        state = jax.tree.map(
+            lambda x: jax.device_put(x, meshes.named_sharding(self.mesh, P(), x.ndim)), state
+        )
+        self._memo.has_placed = True
+        return _whole(graphdef, jax.tree.unflatten(treedef, placed), state)
+
+    def _place_leaf(self, x: Any, leaf: Leaf) -> jax.Array:
+        sharding = self._rest_sharding(leaf)
+        if not self._cuts_params or leaf.dim is None or tuple(x.shape) == leaf.rest_shape:
+            return jax.device_put(x, sharding)
+        host = np.asarray(x)
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            piece = host[index]
+            want = leaf.shard_shape
+            return np.pad(piece, [(0, n - m) for n, m in zip(want, piece.shape, strict=True)])
+
+        return jax.make_array_from_callback(leaf.rest_shape, sharding, shard)
+
+    def _padded(self, params: Any, layout: Layout) -> Any:
+        if not self._cuts_params:
+            return params
+        leaves, treedef = named_leaves(params)
+        return jax.tree.unflatten(treedef, [pad(x, layout[name]) for name, x in leaves.items()])
+
+    # The optimizer and the gradients.
+
+    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+        """Wraps any optax transform: the same state tree, each large leaf of it cut to 1/N.
+
+        Args:
+          tx: the transform, for logical parameters; it never meets padding.
+
+        Returns:
+          A transform; `update(grads, state, params)` takes gradients of `value_and_grad`, or the
+          user's own logical ones, and returns updates laid out as the parameters are.
+
+        Source: arXiv:1910.02054, section 5.1 (P_os).
+        """
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise ValueError(
+                f"optimizer needs an optax transform with init and update, not "
+                f"{type(tx).__name__} {tx!r:.60}; pass optax.adamw(1e-3), say."
+            )
+        partition = Partition(
+            place=self._place,
+            layout_of=functools.partial(self._layout_of, may_miss=True),
+            min_size=self.min_size,
+            remember=self._memo.remember,
+            keeps_shards=self._keeps_shards,
+        )
+        return partitioned(tx, partition)
+
+    def _keeps_shards(self) -> bool:
+        """Whether updates stay cut; warns once where stage 2 or 3 cannot be had."""
+        stage = STAGES[self.stage]
+        if stage.grads and not self._memo.has_grad_fn and not self._memo.has_warned:
+            self._memo.has_warned = True
+            warnings.warn(
+                f"stage {self.stage} with gradients that did not come from zero.value_and_grad "
+                "partitions the optimizer state only, as stage 1 does; take the gradients from "
+                "zero.value_and_grad to cut them too.",
+                stacklevel=4,
+            )
+        return stage.params and (self._memo.has_grad_fn or self._memo.has_placed)
+
+    def value_and_grad(
+        self,
+        loss_fn: Callable[..., Any],
+        *,
+        num_microbatches: int = 1,
+        has_aux: bool = False,
+        batch_argnums: int | Sequence[int] = 1,
+        wrt: Any = nnx.Param,
+    ) -> Callable[..., Any]:
+        """Makes a function of the global loss and its gradients, reduced by name.
+
+        Args:
+          loss_fn: `loss_fn(params_or_module, batch, *rest)` to a floating-point scalar, seeing one
+            device's rows of one microbatch; the scalars are averaged.
+          num_microbatches: into how many pieces, one after the other, a device's rows are split.
+          has_aux: whether `loss_fn` returns (loss, aux). Scalars of aux are averaged (integers
+            summed); its arrays have one row per batch row.
+          batch_argnums: which arguments hold the global batch on dim 0; every other one is
+            replicated, and typed PRNG keys in those are folded with device and microbatch.
+          wrt: for an `nnx.Module`, which Variables are differentiated.
+
+        Returns:
+          A function `(params, *args) -> (loss, grads)`, or `((loss, aux), grads)`. Gradients are
+          cut as the optimizer state is, with zeros in the padding; whole at stage 0. A module's
+          other Variables are updated in place.
+
+        Source: arXiv:1910.02054, sections 5.2 and 5.3 (P_g, P_p).
+        """
+        argnums = _argnums(batch_argnums)
+        if not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise ValueError(f"num_microbatches is {num_microbatches!r}; give an integer of at least 1.")
+        acc = gradients.Accumulation(num_microbatches, argnums, has_aux)
+        self._memo.has_grad_fn = True
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def run(graphdef: Any, params: Any, inputs: gradients.Inputs) -> Any:
+            loss, values = self._loss(loss_fn, graphdef, params, inputs.frozen)
+            return gradients.reduced_value_and_grad(loss, acc, values, inputs)
+
+        @functools.wraps(loss_fn, assigned=("__name__", "__doc__"), updated=())
+        def value_and_grad(params: Any, *args: Any) -> Any:
+            graphdef, tree, inputs = self._inputs(params, args, wrt, argnums, num_microbatches)
+            value, aux, grads, state = run(graphdef, tree, inputs)
+            if graphdef is not None:
+                nnx.update(params, state)
+            return ((value, aux) if has_aux else value), grads
+
+        return value_and_grad
+
+    def apply(
+        self, fn: Callable[..., Any], *, batch_argnums: int | Sequence[int] = 1
+    ) -> Callable[..., Any]:
+        """Makes a function under the same gathers, without gradients: evaluation, say.
+
+        Args:
+          fn: `fn(params_or_module, batch, *rest)`, seeing one device's rows. It returns scalars,
+            which are averaged (integers summed), or arrays with one row per batch row.
+          batch_argnums: as in `value_and_grad`.
+        """
+        argnums = _argnums(batch_argnums)
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def run(graphdef: Any, params: Any, inputs: gradients.Inputs) -> Any:
+            loss, values = self._loss(fn, graphdef, params, inputs.frozen)
+            return gradients.reduced_apply(loss, argnums, values, inputs)
+
+        @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
+        def apply(params: Any, *args: Any) -> Any:
+            return run(*self._inputs(params, args, nnx.Param, argnums, 1))
+
+        return apply
+
+    def _inputs(
+        self, params: Any, args: Any, wrt: Any, argnums: tuple[int, ...], num_microbatches: int
+    ) -> tuple[Any, Any, gradients.Inputs]:
+        if argnums[-1] >= len(args):
+            raise ValueError(
+                f"batch_argnums names argument {argnums[-1] + 1}, but the function was called with "
+                f"{len(args) + 1} arguments; pass the batch there, or change batch_argnums."
+            )
+        for i in argnums:
+            gradients.check_batch(
+                args[i], self._place.num_data_shards, num_microbatches, argnum=i + 1
+            )
+        parts = split(params, wrt)
+        shapes = abstract_leaves(parts.params)
+        shapes |= named_leaves(parts.frozen)[0]
+        self._layout_of(shapes)
+        inputs = gradients.Inputs(parts.frozen, parts.state, tuple(args))
+        return parts.graphdef, parts.params, inputs
+
+    def _loss(self, fn: Any, graphdef: Any, params: Any, frozen: Any) -> tuple[gradients.Loss, Any]:
+        leaves, treedef = named_leaves(params)
+        shapes = leaves | named_leaves(frozen)[0]
+        layout = dict(self._layout_of(shapes))
+        loss = gradients.Loss(
+            fn, self._place, layout, graphdef, treedef, tuple(leaves), self._memo.reads.update
+        )
+        return loss, list(leaves.values())
+
+    def run_layers(
+        self,
+        block_fn: Callable[..., Any],
+        layers_: Any,
+        x: Any,
+        *,
+        remat: str = "full",
+        keys: jax.Array | None = None,
+        has_aux: bool = False,
+    ) -> Any:
+        """Runs a model's stack of layers, gathering one layer ahead and reducing one behind.
+
+        Lend it to a model that takes the function that runs its layers; see `jzero.run_layers`.
+        """
+        return layers.run_layers(block_fn, layers_, x, remat=remat, keys=keys, has_aux=has_aux)
+
+    def block_params(self, params: Any) -> Any:
+        """Reads a block's weights, as its first line, in Linen modules and plain functions."""
+        return layers.block_params(params)
+
+    # Looking at what is partitioned.
+
+    def gather(self, tree: Any, *, where: str | None = None) -> Any:
+        """Returns parameters, gradients or optimizer state with logical shapes, replicated.
+
+        Args:
+          tree: what this Zero laid out.
+          where: a dotted path to a part of the tree, such as "h.attn"; that part alone is gathered.
+        """
+        return self._viewed(tree, where, is_replicated=True)
+
+    def logical(self, tree: Any, *, like: Any = None) -> Any:
+        """Returns a tree with logical shapes, still cut: under jit without any collective.
+
+        Outside jit a leaf with padding comes back replicated, since jax cannot hold an uneven dim cut.
+
+        Args:
+          tree: parameters, gradients or optimizer state that this Zero laid out.
+          like: the logical shapes, for an optimizer state this Zero has not made.
+        """
+        return self._viewed(tree, None, is_replicated=False, like=like)
+
+    def _viewed(self, tree: Any, where: str | None, *, is_replicated: bool, like: Any = None) -> Any:
+        graphdef, params, state = _parts(tree)
+        leaves, treedef = named_leaves(params)
+        layout = self._memo.find(leaves) if like is None else self._layout_like(leaves, like)
+        if where is not None:
+            graphdef, (params, layout) = None, select(params, where, layout)
+            leaves, treedef = named_leaves(params)
+        rows = list(zip(leaves.values(), layout, strict=True))
+        specs = [self._view_spec(leaf, is_replicated) for _, leaf in rows]
+
+        def view(leaves: list[jax.Array]) -> list[jax.Array]:
+            pairs = zip(leaves, layout, strict=True)
+            return [self._view(x, leaf, is_replicated) for x, leaf in pairs]
+
+        run = meshes.with_auto_axes(self.mesh, view, specs)
+        out = jax.jit(run)([x for x, _ in rows])
+        out = jax.tree.unflatten(treedef, out)
+        return out if where is not None else _whole(graphdef, out, state)
+
+    def _view_spec(self, leaf: Leaf, is_replicated: bool) -> Any:
+        """Where a logical array can be: an uneven dim stays free, for jit has no cut of it."""
+        if is_replicated or leaf.dim is None:
+            return P()
+        if leaf.padding:
+            return P() if meshes.is_explicit(self.mesh) else P(P.UNCONSTRAINED)
+        return leaf.spec(self._place.axes)
+
+    def _view(self, x: jax.Array, leaf: Leaf, is_replicated: bool) -> jax.Array:
+        if leaf.dim is None:
+            return x
+        x = pad(x, leaf) if tuple(x.shape) != leaf.rest_shape else x
+        spec = P() if is_replicated else leaf.spec(self._place.axes)
+        return unpad(meshes.constrain(self.mesh, x, spec), leaf)
+
+    def _layout_like(self, leaves: dict[str, Any], like: Any) -> list[Leaf]:
+        shapes = abstract_leaves(like)
+        layout = self._state_layout(shapes)
+        check_against(abstract_leaves(leaves), dict(layout), what="the tree", rest_shapes=True)
+        return [layout[name] for name in leaves]
+
+    def _state_layout(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> Layout:
+        params = self._memo.layout or {}
+        return make_state_layout(
+            shapes, params, num_shards=self.num_shards, min_size=self.min_size
+        )
+
+    def report(self, params: Any, tx: optax.GradientTransformation | None = None) -> Report:
+        """Returns the partition table: per leaf the dim cut, padding and bytes; totals and the law.
+
+        Args:
+          params: parameters, their shapes or a module; nothing is run.
+          tx: the transform, partitioned or plain, for the optimizer state's rows.
+        """
+        tree = param_tree(params)
+        return make_report(self, tree, tx)
+
+
+def _check(zero: Zero) -> None:
+    if not isinstance(zero.mesh, Mesh):
+        raise ValueError(
+            f"mesh is {type(zero.mesh).__name__} {zero.mesh!r:.60}; pass a jax Mesh, such as "
+            "jzero.make_mesh() or jax.make_mesh((8,), ('data',))."
+        )
+    if isinstance(zero.stage, bool) or zero.stage not in range(len(STAGES)) or not isinstance(zero.stage, int):
+        raise ValueError(f"stage is {zero.stage!r}; use the integer 0, 1, 2 or 3.")
+    if zero.stage == 3 and zero.like is None:
+        raise ValueError(
+            "stage 3 needs the logical shapes of the parameters, since they are cut at rest; pass "
+            "like=params, like=jax.eval_shape(init, key), or like=model."
+        )
+    if isinstance(zero.min_size, bool) or not isinstance(zero.min_size, int) or zero.min_size < 0:
+        raise ValueError(f"min_size is {zero.min_size!r}; give a number of elements, 0 or more.")
+    if zero.reduce_dtype is not None and not is_floating(jnp.dtype(zero.reduce_dtype)):
+        raise ValueError(f"reduce_dtype is {zero.reduce_dtype!r}; give a floating-point dtype.")
+
+
+def _argnums(batch_argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """Positions of the batch among the arguments after the parameters."""
+    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    if not argnums or any(not isinstance(i, int) or i < 1 for i in argnums):
+        raise ValueError(
+            f"batch_argnums is {batch_argnums!r}; give positions of at least 1, for argument 0 is "
+            "the parameters."
+        )
+    return tuple(sorted(i - 1 for i in argnums))
+
+
+def _parts(params: Any) -> tuple[Any, Any, Any]:
+    """Graphdef, parameters and other state of a module; (None, tree, ()) for a plain tree."""
+    if not isinstance(params, nnx.Module):
+        return None, params, ()
+    return nnx.split(params, nnx.Param, ...)
+
+
+def _whole(graphdef: Any, params: Any, state: Any) -> Any:
+    return params if graphdef is None else nnx.merge(graphdef, params, state)
+

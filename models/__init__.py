@@ -1,0 +1,1 @@
+"""Plain Flax models, the reference workload: nothing here imports the library under test."""

@@ -1,0 +1,336 @@
+"""GPT-2 (Radford et al., 2019) in Flax NNX, with the names of the Hugging Face checkpoint.
+
+Pre-LN blocks, tanh GELU, tied head. Weights are stored in `param_dtype` and multiplied in
+`compute_dtype`; statistics and softmax are float32 or wider.
+
+Letters: B batch, T time, D embed, H heads, K head dim (D = H K), V vocab, P positions, F mlp
+(F = 4 D).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.layers import (
+    INIT_STDDEV,
+    Embedding,
+    LayerNorm,
+    Projection,
+    causal_attention,
+    check_remat,
+    dropout,
+    run_layers,
+    wide_einsum,
+)
+from models.loss import cross_entropy
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Attention(nnx.Module):
+    """Causal self-attention of `num_heads` heads."""
+
+    def __init__(self, dim: int, num_heads: int, rate: float, stddev: float, dtype: str, rngs):
+        self.num_heads, self.dropout = num_heads, rate
+        self.c_attn = Projection(dim, 3 * dim, INIT_STDDEV, dtype, rngs)
+        self.c_proj = Projection(dim, dim, stddev, dtype, rngs)
+
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+        num_rows, num_positions, dim = x_BTD.shape
+        shape = (num_rows, num_positions, self.num_heads, dim // self.num_heads)
+        qkv = jnp.split(self.c_attn(x_BTD), 3, axis=-1)
+        q_BTHK, k_BTHK, v_BTHK = (part_BTD.reshape(shape) for part_BTD in qkv)  # (B, T, H, K)
+        mixed_BTHK = causal_attention(q_BTHK, k_BTHK, v_BTHK, rate=self.dropout, key=key)
+        return self.c_proj(mixed_BTHK.reshape(x_BTD.shape))  # (B, T, D)
+
+
+class MLP(nnx.Module):
+    """Two projections with a tanh GELU between."""
+
+    def __init__(self, dim: int, stddev: float, dtype: str, rngs: nnx.Rngs):
+        self.c_fc = Projection(dim, 4 * dim, INIT_STDDEV, dtype, rngs)
+        self.c_proj = Projection(4 * dim, dim, stddev, dtype, rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.c_proj(jax.nn.gelu(self.c_fc(x_BTD), approximate=True))  # F inside
+
+
+class Block(nnx.Module):
+    """One pre-LN layer: attention, then MLP, each added to what came in."""
+
+    def __init__(self, dim, num_heads, rate, eps, stddev, dtype, rngs):
+        self.dropout = rate
+        self.ln_1 = LayerNorm(dim, eps, dtype)
+        self.attn = Attention(dim, num_heads, rate, stddev, dtype, rngs)
+        self.ln_2 = LayerNorm(dim, eps, dtype)
+        self.mlp = MLP(dim, stddev, dtype, rngs)
+
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+        attn_key, resid_key, mlp_key = _split(key, 3)
+        mixed_BTD = self.attn(self.ln_1(x_BTD), attn_key)
+        x_BTD = x_BTD + dropout(mixed_BTD, self.dropout, resid_key)
+        return x_BTD + dropout(self.mlp(self.ln_2(x_BTD)), self.dropout, mlp_key)
+
+
+class GPT2(nnx.Module):
+    """The language model; its arguments are what a config file may set.
+
+    Args:
+      vocab_size: rows of the token table and of the tied head.
+      num_positions: longest sequence.
+      num_layers, num_heads: at least 1.
+      embed_dim: divisible by num_heads.
+      dropout: share, in [0, 1), of embeddings, attention probabilities and residual branches that
+        becomes zero where a call is given a key.
+      layer_norm_eps: added to the variance.
+      remat: "none", "full" or "dots"; see `models.layers.run_layers`.
+      loss_chunk: positions whose logits `loss` holds at once; None holds all.
+      param_dtype, compute_dtype: "float16", "bfloat16", "float32", or "float64" under jax's x64.
+      rngs: the stream `params` gives the initial weights.
+
+    Raises:
+      ValueError: an argument is out of its range; nothing has been allocated then.
+
+    >>> model = GPT2(vocab_size=7, num_positions=4, num_layers=2, num_heads=2, embed_dim=8,
+    ...              rngs=nnx.Rngs(0))
+    >>> tokens = jnp.array([[1, 2, 3, 4]])
+    >>> model(tokens).shape, model.loss(tokens).shape
+    ((1, 4, 7), ())
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 50257,
+        num_positions: int = 1024,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        embed_dim: int = 768,
+        dropout: float = 0.0,
+        layer_norm_eps: float = 1e-5,
+        remat: str = "full",
+        loss_chunk: int | None = None,
+        param_dtype: str = "float32",
+        compute_dtype: str = "float32",
+        rngs: nnx.Rngs,
+    ):
+        sizes = {
+            "vocab_size": vocab_size,
+            "num_positions": num_positions,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "embed_dim": embed_dim,
+            "loss_chunk": loss_chunk,
+        }
+        _check_sizes(sizes)
+        _check_heads(embed_dim, num_heads)
+        _check_choices(dropout, layer_norm_eps, remat)
+        _check_dtypes({"param_dtype": param_dtype, "compute_dtype": compute_dtype})
+        self.num_layers, self.num_positions = num_layers, num_positions
+        self.dropout, self.remat, self.loss_chunk = dropout, remat, loss_chunk
+        self.compute_dtype = compute_dtype
+        stddev = INIT_STDDEV / (2 * num_layers) ** 0.5  # two residual branches a layer
+
+        @nnx.split_rngs(splits=num_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make_layers(rngs):
+            args = (embed_dim, num_heads, dropout, layer_norm_eps, stddev, param_dtype)
+            return Block(*args, rngs)
+
+        self.wte = Embedding(vocab_size, embed_dim, param_dtype, rngs)
+        self.wpe = Embedding(num_positions, embed_dim, param_dtype, rngs)
+        self.h = make_layers(rngs)
+        self.ln_f = LayerNorm(embed_dim, layer_norm_eps, param_dtype)
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        run_layers: Callable[..., Any] = run_layers,
+    ) -> jax.Array:
+        """Logits of each position's next token.
+
+        Args:
+          tokens_BT: integers in [0, V), T at most num_positions.
+          key: typed PRNG key for dropout; None for none.
+          run_layers: the loop over layers, of `models.layers.run_layers`' signature.
+
+        Returns:
+          Shape (B, T, V), float32 or wider; NaN in rows with a token of V or above.
+
+        Raises:
+          ValueError: tokens are not integers (B, T), or too long.
+        """
+        wte_VD = self.wte.weight[...]
+        hidden_BTD = self._hidden(wte_VD, tokens_BT, key, run_layers)
+        return wide_einsum("btd,vd->btv", hidden_BTD, wte_VD.astype(hidden_BTD.dtype))  # (B, T, V)
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        run_layers: Callable[..., Any] = run_layers,
+    ) -> jax.Array:
+        """What the head is multiplied with: (B, T, D) in compute_dtype; arguments as in a call."""
+        return self._hidden(self.wte.weight[...], tokens_BT, key, run_layers)
+
+    def loss(
+        self,
+        tokens_BT1: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        run_layers: Callable[..., Any] = run_layers,
+    ) -> jax.Array:
+        """Mean cross entropy, in nats, of each token but the first given those before it.
+
+        Args:
+          tokens_BT1: integers in [0, V), shape (B, T + 1), T from 1 to num_positions.
+          key, run_layers: as in a call.
+
+        Returns:
+          Scalar, float32 or wider.
+
+        Raises:
+          ValueError: tokens are not integers (B, T + 1), too long, or hold no target.
+        """
+        wte_VD = self.wte.weight[...]  # read once: a hook on it may be a collective
+        hidden_BTD = self._hidden(wte_VD, tokens_BT1[:, :-1], key, run_layers)
+        return cross_entropy(hidden_BTD, wte_VD, tokens_BT1[:, 1:], chunk=self.loss_chunk)
+
+    def _hidden(self, wte_VD, tokens_BT, key, run_layers) -> jax.Array:
+        _check_tokens(tokens_BT, self.num_positions)
+        if self.dropout == 0.0:
+            key = None
+        embed_key, layers_key = _split(key, 2)
+        wpe_TD = self.wpe.weight[...][: tokens_BT.shape[1]]
+        x_BTD = jnp.take(wte_VD, tokens_BT, axis=0) + wpe_TD[None, :, :]  # (B, T, D)
+        x_BTD = dropout(x_BTD.astype(self.compute_dtype), self.dropout, embed_key)
+        keys = None if layers_key is None else jax.random.split(layers_key, self.num_layers)
+        x_BTD = run_layers(_run_block, self.h, x_BTD, remat=self.remat, keys=keys)
+        return self.ln_f(x_BTD)
+
+
+def from_huggingface(tensors: Mapping[str, np.ndarray], model: GPT2) -> GPT2:
+    """A model with the weights of a Hugging Face GPT-2 checkpoint, in `model`'s dtypes.
+
+    Args:
+      tensors: checkpoint by name, with or without the prefix "transformer."; attention masks are
+        passed over, and so is `lm_head.weight` where it equals `wte.weight`.
+      model: fixes the sizes; it stays as it is, and may be abstract (`nnx.eval_shape`).
+
+    Returns:
+      A new GPT2.
+
+    Raises:
+      ValueError: tensors are missing, left over or of another shape; all are named.
+    """
+    tensors = _without_prefix_and_buffers(tensors)
+    graphdef, state = nnx.split(model)
+    flat = dict(nnx.to_flat_state(state))
+    names = {path: _tensor_names(path, model.num_layers) for path in flat}
+    shapes = {
+        name: var.shape[1:] if path[0] == "h" else var.shape
+        for path, var in flat.items()
+        for name in names[path]
+    }
+    _check_tensors(tensors, shapes)
+
+    def load(path, var):
+        values = [tensors[name] for name in names[path]]
+        return var.replace(
+            jnp.asarray(np.stack(values) if path[0] == "h" else values[0], var.dtype)
+        )
+
+    loaded = {path: load(path, var) for path, var in flat.items()}
+    return nnx.merge(graphdef, nnx.from_flat_state(loaded))
+
+
+def _tensor_names(path: tuple[Any, ...], num_layers: int) -> list[str]:
+    """The checkpoint's names for one Variable: one, or one for each layer of the stack."""
+    if path[0] != "h":
+        return [".".join(path)]
+    return [".".join(("h", str(i), *path[1:])) for i in range(num_layers)]
+
+
+def _without_prefix_and_buffers(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    found = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    found = {k: v for k, v in found.items() if not k.endswith((".attn.bias", ".attn.masked_bias"))}
+    head, wte = found.get("lm_head.weight"), found.get("wte.weight")
+    if head is not None and wte is not None and np.array_equal(head, wte):
+        del found["lm_head.weight"]
+    return found
+
+
+def _check_tensors(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple]) -> None:
+    bad = [f"missing {name} {shape}" for name, shape in shapes.items() if name not in tensors]
+    bad += [f"unexpected {name} {tensors[name].shape}" for name in tensors if name not in shapes]
+    bad += [
+        f"wrong shape {name} {tensors[name].shape}, the model has {shape}"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if bad:
+        raise ValueError(
+            "The checkpoint does not fit the model; give the model the sizes of the checkpoint's"
+            " config.json, and tie its head:\n  " + "\n  ".join(bad)
+        )
+
+
+def _run_block(layer: Block, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+    return layer(x_BTD, key)
+
+
+def _split(key: jax.Array | None, num_keys: int) -> Any:
+    return (None,) * num_keys if key is None else jax.random.split(key, num_keys)
+
+
+def _check_sizes(sizes: dict[str, int | None]) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name} {size} is below 1; give a positive number.")
+
+
+def _check_heads(embed_dim: int, num_heads: int) -> None:
+    head_dim, rest = divmod(embed_dim, num_heads)
+    if rest:
+        above = (head_dim + 1) * num_heads
+        near = f"{head_dim * num_heads} or {above}" if head_dim else f"{above}"
+        raise ValueError(
+            f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}; use {near}, or"
+            " another number of heads."
+        )
+
+
+def _check_choices(dropout: float, layer_norm_eps: float, remat: str) -> None:
+    check_remat(remat)
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout {dropout} is outside [0, 1); give the share that becomes zero.")
+    if not layer_norm_eps > 0.0:
+        raise ValueError(f"layer_norm_eps {layer_norm_eps} is not above 0; GPT-2 has 1e-5.")
+
+
+def _check_dtypes(dtypes: dict[str, str]) -> None:
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} {dtype!r} is unknown; use one of {', '.join(DTYPES)}.")
+        if dtype == "float64" and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(f"{name} float64 needs jax_enable_x64; set it, or use float32.")
+
+
+def _check_tokens(tokens_BT: jax.Array, num_positions: int) -> None:
+    if tokens_BT.ndim != 2 or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens have shape {tokens_BT.shape} and dtype {tokens_BT.dtype}; give integers of"
+            " shape (batch, time)."
+        )
+    if tokens_BT.shape[1] > num_positions:
+        raise ValueError(
+            f"tokens are {tokens_BT.shape[1]} long, but the model has num_positions"
+            f" {num_positions}; cut the sequence or raise num_positions."
+        )

@@ -1,0 +1,10 @@
+"""Eight virtual CPU devices stand in for a node; rank promotion raises; warnings are errors (pyproject)."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
