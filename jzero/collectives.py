@@ -164,7 +164,8 @@ def mark_read(value: jax.Array) -> jax.Array:
 
 
 def with_hook(state: Any, hook: Any) -> Any:
-    """Installs `hook` before a module's own read hooks, on fresh Variables of `state`."""
+    """Installs `hook` before a module's own read hooks, on fresh Variables: never on the given ones."""
+    state = jax.tree.map(lambda x: x, state, is_leaf=lambda x: isinstance(x, Held))
     for _, variable in nnx.to_flat_state(state):
         if isinstance(variable, nnx.Variable):
             own = variable.get_metadata("on_get_value", None)

@@ -106,11 +106,39 @@ def test_logits_equal_huggingface():
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=LOGIT_TOLERANCE)
 
 
+def is_decayed(params):
+    """Matrices, as torch counts dims: a layer of the stack has one dim less than its Variable."""
+    flat = dict(nnx.to_flat_state(params))
+    flags = {p: v.replace(v.ndim - (p[0] == "h") >= 2) for p, v in flat.items()}
+    return nnx.from_flat_state(flags)
+
+
+@functools.cache
+def fixture_training():
+    """Six losses, each before its AdamW step, and the first step's gradients."""
+    tokens = fixture_reference()["input_ids"]
+    graphdef, params = nnx.split(fixture_model(), nnx.Param)
+    adamw = optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=is_decayed(params))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    @jax.jit
+    def step(params, opt_state):
+        loss, grads = jax.value_and_grad(lambda p: nnx.merge(graphdef, p).loss(tokens))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, grads
+
+    opt_state, losses, all_grads = tx.init(params), [], []
+    for _ in range(6):
+        params, opt_state, loss, grads = jax.block_until_ready(step(params, opt_state))
+        losses.append(loss)
+        all_grads.append(grads)
+    return losses, by_name(all_grads[0])
+
+
 def test_loss_and_each_gradient_equal_huggingface():
     reference = fixture_reference()
-    model = fixture_model(loss_chunk=10)
-    loss, grads = loss_and_grads(model, reference["input_ids"])
-    np.testing.assert_allclose(loss, reference["loss"], rtol=0, atol=LOSS_TOLERANCE)
+    losses, grads = fixture_training()
+    np.testing.assert_allclose(losses[0], reference["loss"], rtol=0, atol=LOSS_TOLERANCE)
     checked = 0
     for name, expected in reference.items():
         if not name.startswith("grad/"):
@@ -128,33 +156,11 @@ def test_loss_and_each_gradient_equal_huggingface():
     assert checked == len(fixture_tensors())
 
 
-def is_decayed(params):
-    """Matrices, as torch counts dims: a layer of the stack has one dim less than its Variable."""
-    flat = dict(nnx.to_flat_state(params))
-    flags = {p: v.replace(v.ndim - (p[0] == "h") >= 2) for p, v in flat.items()}
-    return nnx.from_flat_state(flags)
-
-
 def test_six_adamw_losses_equal_huggingface():
-    reference = fixture_reference()
-    graphdef, params = nnx.split(fixture_model(), nnx.Param)
-    adamw = optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=is_decayed(params))
-    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-    @jax.jit
-    def step(params, opt_state):
-        def loss_fn(params):
-            return nnx.merge(graphdef, params).loss(reference["input_ids"])
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    opt_state, losses = tx.init(params), []
-    for _ in range(6):
-        params, opt_state, loss = step(params, opt_state)
-        losses.append(jax.block_until_ready(loss))
-    np.testing.assert_allclose(losses, reference["adamw/losses"], rtol=0, atol=LOSS_TOLERANCE)
+    losses, _ = fixture_training()
+    np.testing.assert_allclose(
+        losses, fixture_reference()["adamw/losses"], rtol=0, atol=LOSS_TOLERANCE
+    )
 
 
 def test_import_takes_names_without_prefix_and_passes_over_masks_and_the_tied_head():
@@ -223,19 +229,19 @@ def test_same_key_gives_same_weights_jitted_or_not_and_another_key_gives_others(
 
 
 def test_initial_weights_are_gpt2s():
-    model = nnx.jit(lambda: small_model(embed_dim=128, num_layers=8, vocab_size=997))()
-    flat = {name: np.asarray(leaf) for name, leaf in by_name(nnx.state(model)).items()}
+    flat = {name: np.asarray(leaf) for name, leaf in by_name(nnx.state(small_model())).items()}
     for name, leaf in flat.items():
         if name.endswith("bias"):
             assert (leaf == 0).all(), name
         elif "ln_" in name:
             assert (leaf == 1).all(), name
         else:
-            stddev = 0.02 / 4 if "c_proj" in name else 0.02  # 4 = sqrt(2 * 8 layers)
-            np.testing.assert_allclose(leaf.std(), stddev, rtol=0.05, err_msg=name)
-            assert abs(leaf.mean()) < 0.1 * stddev, name
+            stddev = 0.02 / 6**0.5 if "c_proj" in name else 0.02  # 6 = 2 branches of 3 layers
+            error = stddev / leaf.size**0.5
+            np.testing.assert_allclose(leaf.std(), stddev, rtol=0, atol=3 * error, err_msg=name)
+            assert abs(leaf.mean()) < 3 * error, name
     first, second = flat["h.attn.c_attn.weight"][:2]
-    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.05  # layers differ
+    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.15  # layers differ
 
 
 def test_16_bit_weights_start_as_the_rounded_float32_ones():
@@ -298,6 +304,13 @@ def test_no_more_than_a_chunk_of_logits_exists(chunk, num_positions):
     assert largest == (2, num_positions, 13)
 
 
+def test_the_models_loss_works_in_chunks_of_loss_chunk():
+    model, tokens = small_model(loss_chunk=4), small_tokens()
+    eqns = all_eqns(lambda tokens: model.loss(tokens), tokens)
+    shapes = {v.aval.shape for eqn in eqns for v in eqn.outvars}
+    assert {s for s in shapes if len(s) == 3 and s[-1] == 32} == {(2, 4, 32), (2, 3, 32)}
+
+
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_16_bit_loss_is_float32_and_multiplies_in_16_bits_forward_and_backward(chunk):
     hidden, head, targets = loss_inputs(jnp.bfloat16)
@@ -323,7 +336,7 @@ def test_float64_stays_float64():
         wide: dict[str, Any] = {"param_dtype": "float64", "compute_dtype": "float64"}
         graphdef, state = nnx.split(nnx.eval_shape(lambda: small_model(**wide, loss_chunk=5)))
         state = jax.tree.map(lambda leaf: leaf.astype("float64"), nnx.state(small_model()))
-        tokens = small_tokens()
+        tokens = small_tokens((2, 11))
 
         def nudged(nudge):
             model = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf + 0, state))
@@ -453,10 +466,10 @@ def test_lent_loop_is_given_remat_and_a_key_for_each_layer(method):
         given.append((remat, None if keys is None else keys.shape, has_aux))
         return unrolled(block_fn, layers, x, remat=remat, keys=keys, has_aux=has_aux)
 
-    run = getattr(small_model(dropout=0.3, remat="dots"), method)
-    for key in (jax.random.key(0), None):
-        jax.eval_shape(lambda tokens, key=key: run(tokens, key=key, run_layers=spy), small_tokens())
-    assert given == [("dots", (3,), False), ("dots", None, False)]
+    for rate, key in ((0.3, jax.random.key(0)), (0.3, None), (0.0, jax.random.key(0))):
+        run = getattr(small_model(dropout=rate, remat="dots"), method)
+        jax.eval_shape(functools.partial(run, key=key, run_layers=spy), small_tokens())
+    assert given == [("dots", (3,), False), ("dots", None, False), ("dots", None, False)]
 
 
 # Read hooks, shard_map
