@@ -20,6 +20,7 @@ import optax
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SCALARS = (bool, int, float, str)
+DECAY_MASKS = ("mask", "weight_decay_mask")  # arguments of optax: which leaves weight decay is for
 ABSENT = object()  # in place of an argument that the file must give and does not
 NOT_TRAINABLE_HERE = frozenset({"lbfgs"})  # its line search calls the loss
 
@@ -44,11 +45,14 @@ class OptimizerConfig:
     clip_norm: float = 0.0  # largest global norm of the gradients; 0: no clipping
 
     def __post_init__(self) -> None:
-        find_optimizer(self.name)
+        accepted = _parameters(find_optimizer(self.name)).keys()
         _check_above(self, "optimizer", 0, "learning_rate")
         _check_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
         if not 0 <= self.min_learning_rate_ratio <= 1:
             _refuse(self, "optimizer", "min_learning_rate_ratio", "use a share from 0 to 1")
+        if self.weight_decay and not ("weight_decay" in accepted and accepted & set(DECAY_MASKS)):
+            mend = f"{self.name} has no masked weight decay: use 0, or adamw"
+            _refuse(self, "optimizer", "weight_decay", mend)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,21 +282,28 @@ def own_arguments(section: ModelConfig | OptimizerConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in known}
 
 
-def model_arguments(model: ModelConfig, precision: PrecisionConfig) -> dict[str, Any]:
-    """The keyword arguments that make a model: its own, and the dtypes of [precision].
+def model_factory(model: ModelConfig, precision: PrecisionConfig) -> Callable[[Any], Any]:
+    """A function of `rngs` that makes the model, of its arguments and the dtypes of [precision].
 
     Raises:
       ValueError: a dtype is set that the model has no argument for.
     """
-    accepted = _parameters(import_target(model.target))
+    target = import_target(model.target)
+    accepted = _parameters(target)
     dtypes = {"param_dtype": precision.param_dtype, "compute_dtype": precision.compute_dtype}
     dtypes = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
-    for name in dtypes.keys() - accepted.keys():
-        raise ValueError(
-            f"[precision] sets {name} {dtypes[name]!r}, but {model.target} has no argument {name}; "
-            "leave it out, or give the model that argument."
-        )
-    return own_arguments(model) | dtypes
+    for name, dtype in dtypes.items():
+        if name not in accepted:
+            raise ValueError(
+                f"[precision] sets {name} {dtype!r}, but {model.target} has no argument {name}; "
+                "leave it out, or give the model that argument."
+            )
+    arguments = own_arguments(model) | dtypes
+
+    def make(rngs: Any) -> Any:
+        return target(**arguments, **({"rngs": rngs} if "rngs" in accepted else {}))
+
+    return make
 
 
 def import_target(target: str) -> Callable[..., Any]:
@@ -395,7 +406,7 @@ def _toml_type(hint: Any, default: Any = None) -> Any:
         members = [member for member in members if member not in (bool, int)]
     if members and type(None) in get_args(hint):
         members.append(type(None))
-    return Union[tuple(members)] if members else None
+    return Union[tuple(members)] if members else None  # noqa: UP007
 
 
 def _extended(base: type, fields: list) -> Any:

@@ -423,7 +423,8 @@ def reduced_apply(loss: Loss, batch_argnums: tuple[int, ...], values: Sequence[A
 
     specs = (P(), P(place.data_axes))
     run = meshes.manual(place.mesh, local, _in_specs(loss, batch_argnums, inputs), specs)
-    return restore[-1](*meshes.with_auto_axes(place.mesh, run, specs)(values, inputs))
+    scalars, arrays = meshes.with_auto_axes(place.mesh, run, specs)(values, inputs)
+    return restore[-1](scalars, arrays)
 
 
 def _num_rows(inputs: Inputs, batch_argnums: Sequence[int]) -> int:

@@ -45,6 +45,7 @@ class Leaf:
       dim: the dim that is cut; None leaves the array whole on every device.
       num_shards: the size of the partition axes.
       why_whole: the reason where `dim` is None.
+      is_stacked: whether dim 0 stacks layers, as far as shapes tell.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Leaf:
     dim: int | None
     num_shards: int
     why_whole: str = ""
+    is_stacked: bool = False
 
     @property
     def padding(self) -> int:
@@ -118,7 +120,7 @@ def cut_leaf(
 ) -> Leaf:
     """Decides how one array is cut; scalars, empty arrays, integers aside and small leaves stay whole."""
     dtype = jax.dtypes.canonicalize_dtype(dtype) if not _is_key(dtype) else dtype
-    leaf = Leaf(name, tuple(shape), dtype, None, num_shards)
+    leaf = Leaf(name, tuple(shape), dtype, None, num_shards, is_stacked=is_stacked)
     if not shape:
         return leaf.whole("a scalar")
     if 0 in shape:

@@ -53,14 +53,11 @@ class Partition:
         """The layout of the state that `tx.init` makes of logical parameters."""
         state = jax.eval_shape(lambda p: tx.init(_trained(p)), _abstract(params, layout))
         shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in named_leaves(state)[0].items()}
-        if not self.place.stage.state:
-            return {
-                name: Leaf(name, tuple(x.shape), x.dtype, None, self.num_shards, "stage 0")
-                for name, x in shapes.items()
-            }
         state_layout = make_state_layout(
             shapes, layout, num_shards=self.num_shards, min_size=self.min_size
         )
+        if not self.place.stage.state:
+            state_layout = {n: leaf.whole("stage 0") for n, leaf in state_layout.items()}
         self.remember(state_layout)
         return state_layout
 
@@ -135,7 +132,16 @@ def partitioned(
         arrays = {name: x for name, x in extra.items() if not callable(x)}
         return step(partition.keeps_shards(), functions, grads, state, params, arrays)
 
+    vars(update)[_IS_PARTITIONED] = True
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+_IS_PARTITIONED = "is_partitioned_by_jzero"
+
+
+def is_partitioned(tx: optax.GradientTransformation) -> bool:
+    """Whether a transform came from `Zero.optimizer`."""
+    return getattr(tx.update, _IS_PARTITIONED, False)
 
 
 def _on_leaves(fn: Callable[[Any, Leaf], Any], tree: Any, layout: Layout) -> Any:

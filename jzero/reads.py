@@ -55,15 +55,13 @@ def _eqn_uses(eqn: Any, position: int, so_far: Use) -> Iterator[Use]:
 
 
 def _scan_uses(eqn: Any, inner: Any, position: int, so_far: Use) -> Iterator[Use]:
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
-    if position < num_consts:
-        so_far = dataclasses.replace(so_far, is_invariant=True)
-    elif position < num_consts + num_carry:
-        yield dataclasses.replace(so_far, is_read=False)
-        return
-    else:
+    """A scanned operand loses its leading dim inside; a constant or a carry keeps it."""
+    var = inner.invars[position]
+    if len(var.aval.shape) < len(eqn.invars[position].aval.shape):
         so_far = dataclasses.replace(so_far, num_scanned=so_far.num_scanned + 1)
-    yield from _uses(inner, inner.invars[position], so_far)
+    else:
+        so_far = dataclasses.replace(so_far, is_invariant=True)
+    yield from _uses(inner, var, so_far)
 
 
 def _inner_jaxpr(eqn: Any) -> Any:

@@ -144,5 +144,7 @@ def select(tree: Any, where: str, layout: Sequence[Leaf]) -> tuple[Any, list[Lea
         raise ValueError(f"where={where!r} names no part of the tree; the nearest leaf is {near}.")
     if below[0][0] == where:
         return below[0][1], [below[0][2]]
-    part = {n[len(where) + 1 :]: x for n, x, _ in below}
-    return part, [leaf for *_, leaf in below]
+    part = {tuple(n[len(where) + 1 :].split(".")): x for n, x, _ in below}
+    rows = {n[len(where) + 1 :]: leaf for n, _, leaf in below}
+    nested = nnx.traversals.unflatten_mapping(part)
+    return nested, [rows[name] for name in named_leaves(nested)[0]]

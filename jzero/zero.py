@@ -19,8 +19,8 @@ from jzero import gradients, layers
 from jzero import mesh as meshes
 from jzero.layout import STAGES, Layout, Leaf, P, is_floating, make_layout, make_state_layout, pad, unpad
 from jzero.memo import Memo
-from jzero.optimizer import Partition, partitioned
-from jzero.report import Report, make_report
+from jzero.optimizer import Partition, is_partitioned, partitioned
+from jzero.report import Report
 from jzero.trees import abstract_leaves, check_against, named_leaves, param_tree, select, split
 
 
@@ -429,7 +429,28 @@ class Zero:
           tx: the transform, partitioned or plain, for the optimizer state's rows.
         """
         tree = param_tree(params)
-        return make_report(self, tree, tx)
+        layout = self._layout_of(abstract_leaves(tree))
+        state = {} if tx is None else self._reported_state(tree, layout, tx)
+        place = self._place
+        return Report(
+            stage_number=self.stage,
+            stage=place.stage,
+            num_shards=self.num_shards,
+            num_replicas=place.num_data_shards // self.num_shards,
+            reduce_dtype=self.reduce_dtype,
+            params=layout,
+            state=state,
+            reads=dict(self._memo.reads),
+        )
+
+    def _reported_state(
+        self, tree: Any, layout: Layout, tx: optax.GradientTransformation
+    ) -> dict[str, Leaf]:
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layout.values()]
+        params = jax.tree.unflatten(jax.tree.structure(tree), shapes)
+        tx = tx if is_partitioned(tx) else self.optimizer(tx)
+        state = named_leaves(jax.eval_shape(tx.init, params))[0]
+        return dict(zip(state, self._memo.find(state), strict=True))
 
 
 def _check(zero: Zero) -> None:
