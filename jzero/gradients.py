@@ -27,7 +27,7 @@ from jzero.collectives import (
     with_hook,
 )
 from jzero.layout import Leaf, P, Stage, is_floating
-from jzero.reads import plan_reads
+from jzero.reads import find_constrained_axes, plan_reads, trace
 from jzero.trees import leaf_name, merge
 
 
@@ -159,19 +159,12 @@ class Loss:
         """Rebuilds the user's parameters, calls the function; returns its output and the new state."""
         tree = jax.tree.unflatten(self.treedef, values)
         if self.graphdef is None:
-            return self._checked(tree, inputs.args), None
+            return self.fn(tree, *inputs.args), None
         frozen = self._hold_frozen(inputs.frozen)
         hooked = [with_hook(part, hook) for part in (tree, frozen, inputs.state)]
         module = merge(self.graphdef, *hooked)
-        out = self._checked(module, inputs.args)
+        out = self.fn(module, *inputs.args)
         return out, _state_like(inputs.state, module)
-
-    def _checked(self, params: Any, args: Sequence[Any]) -> Any:
-        try:
-            return self.fn(params, *args)
-        except Exception as error:
-            raise_if_constraint(error, self.place.data_axes)
-            raise
 
     def _hold_frozen(self, frozen: Any) -> Any:
         if not self.place.stage.params:
@@ -195,21 +188,44 @@ class Loss:
         return out
 
     def plan(self, values: Sequence[Any], inputs: Inputs) -> list[bool]:
-        """Says for each parameter whether it is gathered where it is read."""
-        cut = [leaf for leaf in self.leaves if self.is_born_cut(leaf)]
-        if not cut:
-            return [False] * len(self.names)
+        """Traces the function once to say for each parameter whether it is gathered where it is read.
 
-        def trace(wholes: Sequence[Any]) -> Any:
+        Raises:
+          ValueError: where the function constrains what is already split by hand.
+        """
+        cut = [leaf for leaf in self.leaves if self.is_born_cut(leaf)]
+
+        def call(wholes: Sequence[Any]) -> Any:
             given = {leaf.name: w for leaf, w in zip(cut, wholes, strict=True)}
             whole = [given.get(n, v) for n, v in zip(self.names, values, strict=True)]
             out, _ = self.call(whole, inputs, mark_hook)
             return jax.tree.leaves(out)
 
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in cut]
-        on_read = {leaf.name: r for leaf, r in zip(cut, plan_reads(trace, cut, shapes), strict=True)}
+        jaxpr = _trace_without_constraints(call, shapes, self.place.data_axes)
+        on_read = {leaf.name: r for leaf, r in zip(cut, plan_reads(jaxpr, cut), strict=True)}
         self.note_reads(on_read)
         return [on_read.get(name, False) for name in self.names]
+
+
+def _trace_without_constraints(fn: Any, shapes: Sequence[Any], axes: tuple[str, ...]) -> Any:
+    """Traces a function and refuses sharding constraints over axes that are split by hand."""
+    message = (
+        "the loss names mesh axis {!r} in a sharding constraint, but it runs on one device's rows, "
+        f"where {axes} are already split by hand; drop the constraint, or use stage 1 with your own "
+        "gradients."
+    )
+    try:
+        jaxpr = trace(fn, shapes)
+    except Exception as error:
+        named = [axis for axis in axes if f"'{axis}'" in str(error)]
+        if named and ("manual" in str(error).lower() or "Auto axes" in str(error)):
+            raise ValueError(message.format(named[0])) from error
+        raise
+    named = sorted(find_constrained_axes(jaxpr) & set(axes))
+    if named:
+        raise ValueError(message.format(named[0]))
+    return jaxpr
 
 
 @jax.tree_util.register_dataclass
@@ -225,18 +241,6 @@ class Inputs:
         """The same with PRNG keys of the module and of the arguments folded with `index`."""
         args = tuple(a if i in batch_argnums else fold_keys(a, index) for i, a in enumerate(self.args))
         return dataclasses.replace(self, state=fold_keys(self.state, index), args=args)
-
-
-def raise_if_constraint(error: Exception, axes: tuple[str, ...]) -> None:
-    """Turns JAX's refusal of a sharding constraint over a partition axis into one that mends."""
-    text = str(error)
-    named = [axis for axis in axes if f"'{axis}'" in text or axis in text.split()]
-    if named and "anual" in text:
-        raise ValueError(
-            f"the loss names mesh axis {named[0]!r} in a sharding constraint, but it runs on one "
-            f"device's rows, where {axes} are already split by hand; drop the constraint, or use "
-            "stage 1 with your own gradients."
-        ) from error
 
 
 def _state_like(state: Any, module: nnx.Module) -> Any:

@@ -127,6 +127,8 @@ def cut_leaf(
         return leaf.whole("empty")
     if _is_key(dtype):
         return leaf.whole("a PRNG key")
+    if num_shards == 1:
+        return leaf.whole("one shard")
     if math.prod(shape) < min_size:
         return leaf.whole(f"{math.prod(shape)} elements, below min_size {min_size}")
     return dataclasses.replace(leaf, dim=choose_dim(shape, num_shards, is_stacked=is_stacked))
@@ -156,7 +158,8 @@ def make_layout(
             min_size=min_size,
             is_stacked=name in stacked,
         )
-        layout[name] = leaf if is_floating(x.dtype) else leaf.whole("an integer: not trained")
+        is_trained = is_floating(x.dtype) or leaf.dim is None
+        layout[name] = leaf if is_trained else leaf.whole("an integer: not trained")
     return layout
 
 

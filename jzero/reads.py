@@ -82,16 +82,41 @@ def is_gathered_on_read(leaf: Leaf, uses: Sequence[Use]) -> bool:
     return scanned or (len(uses) == 1 and uses[0].num_scanned == 0)
 
 
-def plan_reads(fn: Any, leaves: Sequence[Leaf], args: Sequence[Any]) -> list[bool]:
-    """Traces `fn(args)` and says for each leaf whether to gather it on read (else before the loss).
+def trace(fn: Any, args: Sequence[Any]) -> Any:
+    """Traces `fn(list of parameters)` with ShapeDtypeStructs to an open jaxpr."""
+    return jax.make_jaxpr(fn)(list(args)).jaxpr
 
-    Args:
-      fn: takes a list of whole parameters.
-      leaves: their layout.
-      args: their ShapeDtypeStructs.
+
+def plan_reads(jaxpr: Any, leaves: Sequence[Leaf]) -> list[bool]:
+    """Says for each of the first inputs of a traced loss whether to gather it on read.
+
+    Every other parameter is gathered once, before the loss.
     """
-    jaxpr = jax.make_jaxpr(fn)(list(args)).jaxpr
-    return [
-        is_gathered_on_read(leaf, uses)
-        for leaf, uses in zip(leaves, find_uses(jaxpr, len(leaves)), strict=True)
-    ]
+    uses = find_uses(jaxpr, len(leaves))
+    return [is_gathered_on_read(leaf, mine) for leaf, mine in zip(leaves, uses, strict=True)]
+
+
+def find_constrained_axes(jaxpr: Any) -> set[str]:
+    """Finds the mesh axes that sharding constraints anywhere in a traced loss name."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            spec = getattr(eqn.params["sharding"], "spec", ())
+            found.update(name for part in spec for name in _axis_names(part))
+        for inner in _all_jaxprs(eqn):
+            found |= find_constrained_axes(inner)
+    return found
+
+
+def _axis_names(part: Any) -> tuple[str, ...]:
+    if isinstance(part, tuple):
+        return tuple(str(name) for name in part)
+    return (part,) if isinstance(part, str) else ()
+
+
+def _all_jaxprs(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                yield item

@@ -327,7 +327,7 @@ def make_step(setup: Setup, graphdef: Any) -> Callable[..., tuple[TrainState, di
         params = optax.apply_updates(state.params, updates)
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         lr = setup.schedule(state.step)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(wide), "lr": lr}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(wide), "lr": lr}
         return TrainState(params, others, opt_state, state.step + 1), metrics
 
     return step
@@ -541,7 +541,7 @@ def _open_log(job: Job, console: Console, is_first: bool) -> Log:
     global_rows = job.setup.rows * settings.num_microbatches
     return Log(
         progress=Progress(settings.num_steps, console=console),
-        writer=_open_writer(settings) if is_first else None,
+        writer=open_writer(settings) if is_first else None,
         num_steps=settings.num_steps,
         log_every=settings.log_every,
         tokens_per_step=global_rows * config.data.seq_len,
@@ -551,7 +551,7 @@ def _open_log(job: Job, console: Console, is_first: bool) -> Log:
     )
 
 
-def _open_writer(settings: TrainConfig) -> MetricsWriter:
+def open_writer(settings: TrainConfig) -> MetricsWriter:
     """A new metrics file; an earlier run's is kept beside it."""
     path = Path(settings.out_dir) / METRICS_FILE
     if path.exists():
@@ -687,7 +687,7 @@ def generate(
     """
 
     def write(place: jax.Array, buffer: jax.Array) -> jax.Array:
-        model: Any = nnx.merge(graphdef, params, others)
+        model: Any = nnx.merge(graphdef, params, others, copy=True)  # it may change its state
         first = jnp.maximum(place - context, 0)
         window = jax.lax.dynamic_slice(buffer, (first,), (context,))
         logits = model(window[None])[0, place - 1 - first]

@@ -225,10 +225,15 @@ class Zero:
         stage = STAGES[self.stage]
         if stage.grads and not self._memo.has_grad_fn and not self._memo.has_warned:
             self._memo.has_warned = True
+            kept = (
+                "partitions the optimizer state and the parameters, and each device may hold whole "
+                "gradients"
+                if stage.params and self._memo.has_placed
+                else "partitions the optimizer state only, as stage 1 does"
+            )
             warnings.warn(
                 f"stage {self.stage} with gradients that did not come from zero.value_and_grad "
-                "partitions the optimizer state only, as stage 1 does; take the gradients from "
-                "zero.value_and_grad to cut them too.",
+                f"{kept}; take the gradients from zero.value_and_grad to cut them too.",
                 stacklevel=4,
             )
         return stage.params and (self._memo.has_grad_fn or self._memo.has_placed)

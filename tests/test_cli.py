@@ -1,0 +1,189 @@
+"""The command line: exit statuses, overrides, help, and errors without a traceback."""
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from jzero.cli import main, parse_arguments
+from jzero.config import own_arguments
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+SIZES = {"gpt2_124m": "124.4M", "gpt2_355m": "354.8M", "gpt2_774m": "774.0M", "gpt2_1558m": "1.6B"}
+
+TOML = """
+[model]
+vocab_size = 256
+num_positions = 16
+num_layers = 1
+num_heads = 1
+embed_dim = 8
+
+[data]
+path = "{text}"
+seq_len = 8
+
+[train]
+num_steps = 2
+micro_batch = 1
+eval_batches = 1
+out_dir = "{out_dir}"
+"""
+
+USER_MODEL = """
+import jax, jax.numpy as jnp
+from flax import nnx
+
+class Table(nnx.Module):
+    def __init__(self, rows: int, *, width: int = 8, rngs: nnx.Rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (rows, width)))
+        self.head = nnx.Param(jnp.zeros((width, rows)))
+
+    def __call__(self, tokens):
+        return jnp.take(self.table[...], tokens, axis=0) @ self.head[...]
+"""
+
+
+@pytest.fixture
+def config_path(tmp_path) -> str:
+    (tmp_path / "text.txt").write_text("all work and no play " * 100)
+    path = tmp_path / "tiny.toml"
+    path.write_text(TOML.format(text=tmp_path / "text.txt", out_dir=tmp_path / "out"))
+    return str(path)
+
+
+def test_train_runs_a_file_and_exits_0(config_path, tmp_path, capsys):
+    assert main(["train", config_path, "--train.num_steps", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert "step     3/3 | loss" in out
+    assert "\x1b" not in out
+    assert err == ""
+    assert (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_report_prints_the_table_of_every_config(path, capsys):
+    assert main(["report", str(path)]) == 0
+    out, _ = capsys.readouterr()
+    assert "h.attn.c_attn.weight" in out
+    assert f"{SIZES.get(path.stem, '842.5k')} parameters, per device" in out
+    assert "no loss traced yet" not in out
+
+
+def test_report_runs_and_writes_nothing(config_path, tmp_path):
+    assert main(["report", config_path, "--data.path", "/nowhere", "--zero.stage", "3"]) == 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_flag_sets_a_key_in_either_spelling(config_path):
+    flags = ["--zero.stage", "3", "--train.num-steps=7", "--train.eval_every", "2",
+             "--zero.axes", "replica", "data", "--data.max_bytes", "99", "--train.plot", "True",
+             "--precision.reduce_dtype", "bfloat16", "--model.num_layers", "4",
+             "--optimizer.b2", "0.5"]  # fmt: skip
+    config = parse_arguments("train", [config_path, *flags])
+    assert (config.zero.stage, config.zero.axes) == (3, ("replica", "data"))
+    assert (config.train.num_steps, config.train.eval_every, config.train.plot) == (7, 2, True)
+    assert (config.data.max_bytes, config.precision.reduce_dtype) == (99, "bfloat16")
+    assert own_arguments(config.model)["num_layers"] == 4
+    assert own_arguments(config.optimizer)["b2"] == 0.5
+    assert config.train.micro_batch == 1  # what no flag names stays as in the file
+
+
+@pytest.mark.parametrize("flags", [["--profile", "1:2"], ["--profile=1:2"]])
+def test_profile_stands_for_train_profile(config_path, flags):
+    assert parse_arguments("train", [config_path, *flags]).train.profile == "1:2"
+
+
+def test_another_optimizer_brings_its_own_flags(config_path):
+    flags = ["--optimizer.name", "sgd", "--optimizer.momentum", "0.9"]
+    config = parse_arguments("train", [config_path, *flags])
+    assert own_arguments(config.optimizer)["momentum"] == 0.9
+
+
+def test_a_model_of_the_users_is_trained_by_its_import_path(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_table_model.py").write_text(textwrap.dedent(USER_MODEL))
+    (tmp_path / "text.txt").write_text("all work and no play " * 100)
+    toml = '[model]\ntarget = "my_table_model:Table"\n[data]\npath = "text.txt"\nseq_len = 8\n'
+    (tmp_path / "mine.toml").write_text(toml)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
+    flags = ["--model.rows", "256", "--train.num_steps", "2", "--train.micro_batch", "1"]
+    assert main(["train", "mine.toml", *flags]) == 0
+    assert (tmp_path / "runs" / "mine" / "metrics.jsonl").exists()
+    assert main(["train", "mine.toml"]) == 2  # without the argument that has no default
+    assert "--model.rows" in capsys.readouterr().err
+
+
+FAILURES = [
+    ([], "a command is missing"),
+    (["trian"], "there is no command 'trian'; did you mean 'train'?"),
+    (["train"], "CONFIG is missing; give the path of a TOML file"),
+    (["train", "nowhere.toml"], "config 'nowhere.toml' does not exist; "),
+    (["train", "{config}", "--zero.stge", "3"], "--zero.stge"),
+    (["train", "{config}", "--zero.stage", "two"], "--zero.stage"),
+    (["train", "{config}", "--zero.stage", "4"], "[zero] stage is 4; use 0, 1, 2 or 3."),
+    (["train", "{config}", "--optimizer.name", "adm"], "did you mean 'adam"),
+    (["train", "{config}", "--model.target", "nope:X"], "nope cannot be imported"),
+    (["train", "{config}", "--data.path", "/nowhere"], "data path '/nowhere' does not exist"),
+    (["train", "{config}", "--data.seq_len", "17"], "seq_len 17 is longer than the model's num_"),
+    (["report", "{config}", "--mesh.data", "3"], "3 devices, but there are 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), FAILURES, ids=[" ".join(row[0]) for row in FAILURES])
+def test_what_a_user_can_mend_is_one_message_on_stderr_and_exit_status_2(
+    config_path, capsys, words, message
+):
+    assert main([config_path if word == "{config}" else word for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert message in re.sub(r"\s*│\n│\s*", " ", err)
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_a_loss_that_is_not_finite_is_exit_status_1(config_path, capsys):
+    flags = ["--optimizer.name", "sgd", "--optimizer.learning_rate", "1e30"]
+    assert main(["train", config_path, *flags, "--train.num_steps", "4"]) == 1
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"jzero train: step \d: the loss is nan; lower .*\n", err)
+
+
+def test_a_bug_keeps_its_traceback(config_path, monkeypatch):
+    def broken(*_):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr("jzero.cli.prepare", broken)
+    with pytest.raises(TypeError, match="a bug"):
+        main(["train", config_path])
+
+
+def test_an_error_shows_where_it_was_raised_when_asked(config_path, monkeypatch):
+    monkeypatch.setenv("JZERO_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="does not exist"):
+        main(["train", config_path, "--data.path", "/nowhere"])
+
+
+SECTIONS = ("model", "optimizer", "data", "precision", "zero", "mesh", "train")
+
+
+def test_help_names_the_commands_and_the_sections(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("train CONFIG", "report CONFIG", "--zero.stage 3"))
+    assert all(f"[{section}]" in out for section in SECTIONS)
+
+
+def test_help_of_a_command_lists_every_section_without_a_file(capsys):
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{section} options" in out for section in SECTIONS)
+    assert "--zero.stage INT" in out
+
+
+def test_help_with_a_file_has_the_arguments_of_its_model_and_its_values(config_path, capsys):
+    assert main(["train", config_path, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--model.embed_dim INT" in out
+    assert "(default: 16)" in out
