@@ -134,7 +134,8 @@ class _Stack:
         if self.graphdef is None:
             out = self.block_fn(tree, x, key)
         else:
-            module = nnx.merge(self.graphdef, tree, state)
+            fresh = jax.tree.map(lambda v: v, state)  # Variables of this trace, so that they can change
+            module = nnx.merge(self.graphdef, tree, fresh)
             out = self.block_fn(module, x, key)
             state = nnx.state(module, nnx.Not(nnx.Param))
         return (out if self.has_aux else (out, None)), state

@@ -31,6 +31,11 @@ AXIS = "data"
 NUM_VIRTUAL_DEVICES = 8
 LOSS_TOLERANCE = 1e-5  # float32, another order of summation; relative
 NUM_WARMUP = 3
+SIZES = {  # rows are per device
+    **{"--num-layers": 4, "--dim": 256, "--num-heads": 4},
+    **{"--vocab-size": 2048, "--length": 64, "--rows": 2},
+}
+TIMES = ("stage", "by hand, ms", "zero, ms", "zero / by hand", "min", "max")
 COUNTED = ("all-reduce", "reduce-scatter", "all-gather", "copy", "fusion")
 
 
@@ -38,13 +43,6 @@ class Variant(NamedTuple):
     step: Any  # (params, opt_state, tokens) -> (params, opt_state, loss); jitted, then compiled
     params: Any
     opt_state: Any
-
-
-class Row(NamedTuple):
-    stage: int
-    hand_ms: float
-    zero_ms: float
-    ratios: list[float]  # zero over hand, one a round
 
 
 # The model: plain functions of a dict; `read` is the first line of a block.
@@ -58,14 +56,10 @@ def init(args: argparse.Namespace) -> Any:
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(0, 0.02, shape).astype(np.float32)
 
-    kernels = {
-        "qkv": (dim, 3 * dim),
-        "proj": (dim, dim),
-        "up": (dim, 4 * dim),
-        "down": (4 * dim, dim),
-    }
-    layers = {name: normal(depth, *shape) for name, shape in kernels.items()}
-    layers |= {f"{name}_b": normal(depth, shape[1]) for name, shape in kernels.items()}
+    layers = {}
+    for name, rows, columns in (("qkv", 1, 3), ("proj", 1, 1), ("up", 1, 4), ("down", 4, 1)):
+        layers[name] = normal(depth, rows * dim, columns * dim)
+        layers[f"{name}_b"] = normal(depth, columns * dim)
     layers |= {name: 1 + normal(depth, dim) for name in ("ln_1", "ln_2")}
     rest = {"wte": normal(args.vocab_size, dim), "wpe": normal(args.length, dim)}
     return {**rest, "ln_f": 1 + normal(dim), "h": layers}
@@ -148,8 +142,8 @@ def grads_2(loss: Any, params: Any, tokens: Any) -> Any:
     """Each layer's gradient is reduce-scattered in the backward loop; the rest's at its end."""
 
     def tapped_loss(taps: Any) -> Any:
-        given = {name: tap(params[name], taps[name], 0) for name in params if name != "h"}
-        given["h"] = (params["h"], taps["h"])
+        rest = {name: tap(params[name], taps[name], 0) for name in params if name != "h"}
+        given = {**rest, "h": (params["h"], taps["h"])}
         return loss(given, tokens, read=lambda h: jax.tree.map(lambda w, t: tap(w, t, 0), *h))
 
     shards = jax.eval_shape(lambda p: jax.tree.map(my_shard, p, cut_dims(p)), params)
@@ -158,7 +152,7 @@ def grads_2(loss: Any, params: Any, tokens: Any) -> Any:
 
 
 def grads_3(loss: Any, params: Any, tokens: Any) -> Any:
-    """Layers are gathered in the loop, again in the backward one; the rest once, before the loss."""
+    """Layers are gathered in both loops, forward and backward; the rest once, before the loss."""
 
     def sharded_loss(shards: Any) -> Any:
         given = {name: gather(shards[name], 0) for name in shards if name != "h"}
@@ -261,31 +255,21 @@ def check_same_loss(stage: int, pair: list[Variant], tokens: Any) -> None:
             )
 
 
-def measure(pairs: dict[int, list[Variant]], tokens: Any, args: argparse.Namespace) -> list[Row]:
+def measure(pairs: dict[int, list[Variant]], tokens: Any, args: argparse.Namespace) -> list[str]:
+    """Checks and times all pairs; returns the lines of a table."""
     for stage, pair in pairs.items():
         check_same_loss(stage, pair, tokens)
     rounds = [
         {stage: run_round(pair, tokens, args.steps, i % 2) for stage, pair in pairs.items()}
         for i in range(args.rounds)
     ]
-    rows = []
+    lines = [f"| {' | '.join(TIMES)} |", "|---" * len(TIMES) + "|"]
     for stage in pairs:
-        hand, zero = zip(*(times[stage] for times in rounds), strict=True)
-        ratios = [z / h for h, z in zip(hand, zero, strict=True)]
-        rows.append(Row(stage, statistics.median(hand), statistics.median(zero), ratios))
-    return rows
-
-
-def time_table(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        "| stage | by hand, ms | zero, ms | zero / by hand | min | max |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        ratios = " | ".join(
-            f"{x:.3f}" for x in (statistics.median(row.ratios), min(row.ratios), max(row.ratios))
-        )
-        lines.append(f"| {row.stage} | {row.hand_ms:.1f} | {row.zero_ms:.1f} | {ratios} |")
+        times = [each[stage] for each in rounds]
+        by_hand, zero = (statistics.median(column) for column in zip(*times, strict=True))
+        ratios = [z / h for h, z in times]
+        spread = f"{statistics.median(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f}"
+        lines.append(f"| {stage} | {by_hand:.1f} | {zero:.1f} | {spread} |")
     return lines
 
 
@@ -305,7 +289,8 @@ def bench(args: argparse.Namespace) -> list[str]:
     """Builds both variants of each stage; returns the lines to print."""
     mesh = jzero.make_mesh()
     params = init(args)
-    shape = (args.rows * jax.device_count(), args.length + 1)
+    devices = jax.devices()
+    shape = (args.rows * len(devices), args.length + 1)
     tokens = np.random.default_rng(1).integers(0, args.vocab_size, shape, dtype=np.int32)
     tokens = jax.device_put(tokens, NamedSharding(mesh, P(AXIS)))
     loss = functools.partial(model_loss, head_dim=args.dim // args.num_heads)
@@ -318,9 +303,9 @@ def bench(args: argparse.Namespace) -> list[str]:
         for stage in args.stages
     }
     size = sum(x.size for x in jax.tree.leaves(params))
-    title = f"{size:,} parameters, tokens {shape}, {jax.device_count()} x {jax.devices()[0].device_kind}"
+    title = f"{size:,} parameters, tokens {shape}, {len(devices)} x {devices[0].device_kind}"
     counts = ["", *count_table(pairs)] if args.count else []
-    return [title, "", *time_table(measure(pairs, tokens, args)), *counts]
+    return [title, "", *measure(pairs, tokens, args), *counts]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -331,12 +316,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps of each in a round")
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3])
     parser.add_argument("--count", action="store_true", help="count compiled instructions too")
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--num-heads", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=64, help="tokens a row")
-    parser.add_argument("--rows", type=int, default=2, help="rows a device")
+    for flag, default in SIZES.items():
+        parser.add_argument(flag, type=int, default=default, help=f"default {default}")
     return parser.parse_args(argv)
 
 

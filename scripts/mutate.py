@@ -25,15 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MODULES = ("layout", "collectives", "optimizer", "gradients", "layers", "mesh", "zero")
-TESTS = (  # the fastest first
-    "tests/test_layout.py",
-    "tests/test_optimizer.py",
-    "tests/test_gradients.py",
-    "tests/test_layers.py",
-    "tests/test_zero.py",
-    "tests/test_program_bytes.py",
-    "tests/test_parity.py",
-)
+NAMES = ("layout", "mesh", "gradients", "layers", "optimizer", "zero", "one_line", "compiled")
+TESTS = tuple(f"tests/test_{name}.py" for name in (*NAMES, "parity"))  # the fastest first
 OBJECT = -1  # of `x.method(...)`, x is left behind
 LEFT_BEHIND = {  # by the called name: the position of the argument that takes the call's place
     # JAX's and NumPy's own
@@ -105,7 +98,8 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _span(self, node: ast.expr | ast.keyword) -> tuple[int, int]:
-        assert node.end_lineno is not None and node.end_col_offset is not None
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
         start = self.starts[node.lineno - 1] + node.col_offset
         return start, self.starts[node.end_lineno - 1] + node.end_col_offset
 
@@ -155,7 +149,7 @@ def find_mutants(root: Path, only: str | None) -> list[Mutant]:
 def run_tests(
     root: Path, tests: Sequence[str], timeout: float, mutant: Mutant | None
 ) -> str | None:
-    """Runs the tests in a copy of the repository; returns the first that fails, None if none does."""
+    """Runs the tests in a copy of the repository; returns the first to fail, None if none does."""
     command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"]
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder) / "repository"

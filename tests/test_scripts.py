@@ -15,7 +15,8 @@ TINY = (
 
 def load_script(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -197,7 +198,7 @@ def test_mutate_refuses_tests_that_fail_without_any_mutant(toy, capsys):
 
 def test_mutate_refuses_a_line_without_a_call_to_delete(toy, capsys):
     code, _ = run_mutate(capsys, "--root", toy, "--only", "jzero/layout.py:1")
-    assert code.startswith("error: no call to delete in jzero/layout.py:1; --list shows")
+    assert str(code).startswith("error: no call to delete in jzero/layout.py:1; --list shows")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""At most five changed lines: users' own training loops (a script, Linen, NNX, plain functions) under ZeRO.
+"""Users' own training loops (a script, Linen, plain functions, NNX) under ZeRO, few lines changed.
 
 Each is trained beside the same loop in plain optax on one device. What is sent is read from the
 compiled step, which also runs it: a compiled step refuses parameters or state that have drifted.
@@ -79,7 +79,7 @@ def sent(text, kind, *, in_loop):
 
 
 def assert_law(text, layout, stage, *, is_read_in_loop):
-    """Layers travel inside the loop where they are read there, everything else outside; nothing twice."""
+    """Layers travel inside the loop where they are read there, everything else outside it."""
     sizes = {name: leaf.rest_size for name, leaf in layout.items()}
     layers = sum(size for name, size in sizes.items() if name.startswith("layers."))
     rest = sum(sizes.values()) - layers
@@ -189,26 +189,36 @@ class LinenNet(nn.Module):
         return nn.Dense(VOCAB, name="head")(x)
 
 
+def linen_loss(net):
+    def loss_fn(params, batch):
+        return cross_entropy(net.apply({"params": params}, batch[:, :-1]), batch)
+
+    return loss_fn
+
+
+@functools.cache
+def linen_params():
+    return jax.jit(LinenNet(False).init)(jax.random.key(0), make_batches()[0][:, :-1])["params"]
+
+
+@functools.cache
+def train_linen_alone():
+    return train_alone(linen_params(), linen_loss(LinenNet(False)))
+
+
 @STAGES
 @READS
 def test_linen_train_state_equals_one_device_and_block_params_moves_the_wire_into_the_loop(
     stage, has_block_params
 ):
     net = LinenNet(has_block_params)
-
-    def init_fn(key):
-        return net.init(key, make_batches()[0][:, :-1])["params"]
-
-    def loss_fn(params, batch):
-        return cross_entropy(net.apply({"params": params}, batch[:, :-1]), batch)
-
-    zero = jzero.Zero(jzero.make_mesh(), stage, like=jax.eval_shape(init_fn, jax.random.key(0)))
-    params = zero.init(init_fn, jax.random.key(0))
+    zero = jzero.Zero(jzero.make_mesh(), stage, like=linen_params())
+    params = zero.place(linen_params())
     state = TrainState.create(apply_fn=net.apply, params=params, tx=zero.optimizer(make_tx()))
 
     @jax.jit
     def step(state, batch):
-        loss, grads = zero.value_and_grad(loss_fn)(state.params, batch)
+        loss, grads = zero.value_and_grad(linen_loss(net))(state.params, batch)
         return state.apply_gradients(grads=grads), loss
 
     compiled, losses = step.lower(state, make_batches()[0]).compile(), []
@@ -216,8 +226,7 @@ def test_linen_train_state_equals_one_device_and_block_params_moves_the_wire_int
         state, loss = compiled(state, batch)
         losses.append(float(loss))
     assert int(state.step) == STEPS
-    want = train_alone(init_fn(jax.random.key(0)), loss_fn)
-    assert_same_training(losses, zero.gather(state.params), want)
+    assert_same_training(losses, zero.gather(state.params), train_linen_alone())
     assert_law(compiled.as_text(), zero.layout(), stage, is_read_in_loop=has_block_params)
     assert_reported(zero, state.params, stage, is_read_in_loop=has_block_params)
 
@@ -248,6 +257,11 @@ def plain_loss(read):
     return loss_fn
 
 
+@functools.cache
+def train_plain_alone():
+    return train_alone(plain_params(), plain_loss(lambda w: w))
+
+
 @STAGES
 @READS
 def test_plain_dict_and_function_equal_one_device_and_block_params_moves_the_wire_into_the_loop(
@@ -269,8 +283,7 @@ def test_plain_dict_and_function_equal_one_device_and_block_params_moves_the_wir
     for batch in make_batches():
         params, opt_state, loss = compiled(params, opt_state, batch)
         losses.append(float(loss))
-    want = train_alone(plain_params(), plain_loss(lambda w: w))
-    assert_same_training(losses, zero.gather(params), want)
+    assert_same_training(losses, zero.gather(params), train_plain_alone())
     assert_law(compiled.as_text(), zero.layout(), stage, is_read_in_loop=has_block_params)
     assert_reported(zero, params, stage, is_read_in_loop=has_block_params)
 
@@ -291,7 +304,7 @@ class Block(nnx.Module):
 class Net(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
-        self.layers = nnx.vmap(Block)(rngs.fork(split=NUM_LAYERS))
+        self.layers = nnx.vmap(Block)(rngs.split(NUM_LAYERS))
         self.head = nnx.Linear(DIM, VOCAB, rngs=rngs)
 
     def __call__(self, tokens):
@@ -311,6 +324,7 @@ def net_loss(model, batch):
     return cross_entropy(model(batch[:, :-1]), batch)
 
 
+@functools.cache
 def train_net_alone():
     graphdef, params, rest = nnx.split(make_net(), nnx.Param, ...)
 
@@ -338,3 +352,122 @@ def test_nnx_optimizer_equals_one_device_and_sends_layers_in_the_loop_unasked(st
     assert_same_training(losses, whole, train_net_alone())
     assert_law(compiled.as_text(), zero.layout(), stage, is_read_in_loop=True)
     assert_reported(zero, model, stage, is_read_in_loop=True)
+
+
+def assert_without_hooks(model):
+    """No read hook and no tracer on any Variable of the user's model."""
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        assert not variable.get_metadata("on_get_value", None), path
+        assert not isinstance(variable.get_raw_value(), jax.core.Tracer), path
+
+
+@STAGES
+def test_nnx_model_prints_copies_and_enters_a_new_optimizer_after_a_step(stage):
+    zero = jzero.Zero(jzero.make_mesh(), stage, like=nnx.eval_shape(make_head))
+    model = zero.place(make_head())
+    optimizer = nnx.Optimizer(model, zero.optimizer(optax.sgd(LR)), wrt=nnx.Param)
+    value_and_grad = zero.value_and_grad(head_loss)
+    _, grads = value_and_grad(model, make_rows())
+    optimizer.update(model, grads)
+    assert_without_hooks(model)
+    assert "Param" in repr(model)
+    twin = copy.deepcopy(model)
+    assert float(value_and_grad(twin, make_rows())[0]) == float(
+        value_and_grad(model, make_rows())[0]
+    )
+    again = nnx.Optimizer(twin, zero.optimizer(optax.adam(LR)), wrt=nnx.Param)
+    again.update(twin, value_and_grad(twin, make_rows())[1])
+    assert_without_hooks(twin)
+
+
+class Head(nnx.Module):
+    """Batch statistics, dropout, and a part that can be frozen."""
+
+    def __init__(self, rngs):
+        self.body = nnx.Linear(6, HIDDEN, rngs=rngs)
+        self.norm = nnx.BatchNorm(HIDDEN, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(HIDDEN, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.dropout(self.norm(self.body(x))))
+
+
+def make_head():
+    return Head(nnx.Rngs(0))
+
+
+def make_rows():
+    rng = np.random.default_rng(3)
+    return {"x": rng.normal(size=(32, 6)).astype(np.float32), "y": np.zeros((32, 3), np.float32)}
+
+
+def head_loss(model, rows):
+    return ((model(rows["x"]) - rows["y"]) ** 2).mean()
+
+
+@STAGES
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_nnx_batch_statistics_and_dropout_move_on_in_the_users_model(stage, num_microbatches):
+    zero = jzero.Zero(jzero.make_mesh(), stage, like=nnx.eval_shape(make_head))
+    model, rows = zero.place(make_head()), make_rows()
+    value_and_grad = zero.value_and_grad(head_loss, num_microbatches=num_microbatches)
+    with jax.checking_leaks():
+        first, _ = value_and_grad(model, rows)
+    assert_without_hooks(model)
+    pieces = make_head().body(rows["x"]).reshape(NUM_DEVICES, num_microbatches, -1, HIDDEN)
+    mean, var = jnp.zeros(HIDDEN), jnp.ones(HIDDEN)
+    for i in range(num_microbatches):  # each device's rows of a microbatch, averaged over devices
+        mean = 0.99 * mean + 0.01 * pieces[:, i].mean(1).mean(0)
+        var = 0.99 * var + 0.01 * pieces[:, i].var(1).mean(0)
+    np.testing.assert_allclose(model.norm.mean[...], mean, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(model.norm.var[...], var, rtol=0, atol=1e-6)
+    assert float(first) != float(value_and_grad(model, rows)[0])  # other units are dropped
+
+
+def test_nnx_devices_and_microbatches_drop_other_units():
+    zero = jzero.Zero(jzero.make_mesh(), stage=2)
+
+    def loss_fn(model, ones):
+        out = model.dropout(ones)
+        return model.body.bias.sum(), out
+
+    value_and_grad = zero.value_and_grad(loss_fn, num_microbatches=2, has_aux=True)
+    (_, out), _ = value_and_grad(
+        zero.place(make_head()), np.ones((2 * NUM_DEVICES, 40), np.float32)
+    )
+    assert len({row.tobytes() for row in np.asarray(out)}) == 2 * NUM_DEVICES
+
+
+@STAGES
+def test_frozen_nnx_params_get_no_gradient_no_state_and_send_no_reduction(stage):
+    trained = nnx.All(nnx.Param, nnx.PathContains("head"))
+    zero = jzero.Zero(jzero.make_mesh(), stage, like=nnx.eval_shape(make_head))
+    model = zero.place(make_head())
+    model.eval()
+    optimizer = nnx.Optimizer(model, zero.optimizer(optax.adam(LR)), wrt=trained)
+
+    @nnx.jit
+    def step(model, optimizer, rows):
+        loss, grads = zero.value_and_grad(head_loss, wrt=trained)(model, rows)
+        optimizer.update(model, grads)
+        return loss, grads
+
+    compiled = step.lower(model, optimizer, make_rows()).compile()
+    _, grads = compiled(model, optimizer, make_rows())
+    assert set(named_leaves(grads)[0]) == {"head.bias", "head.kernel"}
+    state = named_leaves(nnx.as_pure(optimizer.opt_state))[0]
+    assert not [name for name in state if "body" in name or "norm" in name]
+    sizes = [zero.layout()[name].rest_size for name in ("head.bias", "head.kernel")]
+    assert sent(compiled.as_text(), "reduce-scatter", in_loop=False) == sum(sizes)
+
+    alone = make_head()
+    alone.eval()
+    plain = nnx.Optimizer(alone, optax.adam(LR), wrt=trained)
+    argument = nnx.DiffState(0, trained)
+    plain.update(alone, nnx.grad(head_loss, argnums=argument)(alone, make_rows()))
+    got, want = (named_leaves(nnx.state(x, nnx.Param))[0] for x in (zero.gather(model), alone))
+    for name, x in got.items():
+        is_trained = name.startswith("head.")
+        np.testing.assert_allclose(x, want[name], rtol=0, atol=PARAM_TOLERANCE * is_trained)
+    assert np.abs(got["head.kernel"] - make_head().head.kernel[...]).max() > LR / 2
