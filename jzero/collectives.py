@@ -21,7 +21,7 @@ READ = "jzero_read"
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """How one leaf travels: its layout, the partition axes and the dtype that gradients are sent in.
+    """How one leaf travels: its layout, the partition axes, the dtype gradients are sent in.
 
     Hashable, so that it can be static data of a tree. `gather` says whether the value at rest is a
     shard (stage 3) or whole (stage 2).
@@ -164,7 +164,7 @@ def mark_read(value: jax.Array) -> jax.Array:
 
 
 def with_hook(state: Any, hook: Any) -> Any:
-    """Installs `hook` before a module's own read hooks, on fresh Variables: never on the given ones."""
+    """Returns fresh Variables with `hook` before a module's own read hooks."""
     state = jax.tree.map(lambda x: x, state, is_leaf=lambda x: isinstance(x, Held))
     for _, variable in nnx.to_flat_state(state):
         if isinstance(variable, nnx.Variable):

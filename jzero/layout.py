@@ -1,6 +1,6 @@
 """The layout: which one dim of each leaf is cut, and how many rows of padding make it even.
 
-Everything else reads this table. It is a pure function of shapes, the number of shards and the stage.
+Everything else reads this table: a pure function of shapes, number of shards and stage.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ Layout = Mapping[str, Leaf]
 
 
 def choose_dim(shape: tuple[int, ...], num_shards: int, *, is_stacked: bool) -> int:
-    """Chooses the dim to cut: least padding, then the leading one; never a stacked layer dim if avoidable.
+    """Chooses the dim to cut: the least padding, then the leading one, never a stack if avoidable.
 
     >>> choose_dim((50257, 768), 8, is_stacked=False)
     1
@@ -118,7 +118,7 @@ def cut_leaf(
     min_size: int = 0,
     is_stacked: bool = False,
 ) -> Leaf:
-    """Decides how one array is cut; scalars, empty arrays, integers aside and small leaves stay whole."""
+    """Decides how one array is cut; scalars, empty arrays, keys and small leaves stay whole."""
     dtype = jax.dtypes.canonicalize_dtype(dtype) if not _is_key(dtype) else dtype
     leaf = Leaf(name, tuple(shape), dtype, None, num_shards, is_stacked=is_stacked)
     if not shape:

@@ -49,7 +49,7 @@ class Memo:
         found = self._seen.get(key)
         if found is None:
             raise ValueError(
-                "the logical shapes of this tree are not known, since this Zero did not lay it out; "
+                "the logical shapes of this tree are not known, as this Zero did not lay it out; "
                 "make Zero with like=params, or use zero.logical(tree, like=<its logical shapes>)."
             )
         return list(found)

@@ -18,7 +18,7 @@ def make_mesh(
     replica: int = 1,
     data: int | None = None,
     model: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Makes a mesh with the axes ("replica", "data", "model"), all automatic.
 
@@ -40,7 +40,9 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     for axis, size in (("replica", replica), ("data", data), ("model", model)):
         if size is not None and (not isinstance(size, int) or size < 1):
-            raise ValueError(f"mesh axis {axis!r} has size {size!r}; give an integer of at least 1.")
+            raise ValueError(
+                f"mesh axis {axis!r} has size {size!r}; give an integer of at least 1."
+            )
     if data is None:
         data = max(len(devices) // (replica * model), 1)
     if replica * data * model != len(devices):

@@ -17,8 +17,8 @@ import optax
 
 from jzero import mesh as meshes
 from jzero.collectives import all_gather
-from jzero.gradients import Place
 from jzero.layout import Layout, Leaf, P, is_floating, make_state_layout, pad, unpad
+from jzero.losses import Place
 from jzero.trees import abstract_leaves, check_against, named_leaves
 
 
@@ -52,7 +52,9 @@ class Partition:
     def state_layout(self, tx: optax.GradientTransformation, layout: Layout, params: Any) -> Layout:
         """The layout of the state that `tx.init` makes of logical parameters."""
         state = jax.eval_shape(lambda p: tx.init(_trained(p)), _abstract(params, layout))
-        shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in named_leaves(state)[0].items()}
+        shapes = {
+            n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in named_leaves(state)[0].items()
+        }
         state_layout = make_state_layout(
             shapes, layout, num_shards=self.num_shards, min_size=self.min_size
         )
@@ -94,7 +96,9 @@ def partitioned(
         return jax.tree.unflatten(treedef, run(params))
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
-    def step(keeps_shards: bool, functions: Any, grads: Any, state: Any, params: Any, extra: Any) -> Any:
+    def step(
+        keeps_shards: bool, functions: Any, grads: Any, state: Any, params: Any, extra: Any
+    ) -> Any:
         layout = _checked(partition, params)
         state_layout = partition.state_layout(inner, layout, params)
 
@@ -133,7 +137,7 @@ def partitioned(
         return step(partition.keeps_shards(), functions, grads, state, params, arrays)
 
     vars(update)[_IS_PARTITIONED] = True
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 _IS_PARTITIONED = "is_partitioned_by_jzero"
@@ -234,4 +238,3 @@ def _check_state(state: Any, layout: Layout) -> None:
             f"the optimizer state does not belong to these parameters: {'; '.join(sorted(bad))}. "
             "Make it anew with tx.init(params), or restore the state saved with them."
         )
-

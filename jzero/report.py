@@ -152,13 +152,18 @@ class Report:
         return (f"2 {n}", f"2 {n}", f"(G+1) {n}", f"at most 3 G {n}")[self.stage_number]
 
     def __str__(self) -> str:
-        table = Table(title=f"ZeRO stage {self.stage_number} over {self.num_shards} shards", title_justify="left")
+        table = Table(
+            title=f"ZeRO stage {self.stage_number} over {self.num_shards} shards",
+            title_justify="left",
+        )
         for column in ("parameter", "shape", "dtype", "cut", "padding", "held", "state", "note"):
             is_number = column in ("padding", "held", "state")
             table.add_column(column, justify="right" if is_number else "left", overflow="fold")
         for row in self.rows():
             table.add_row(*row)
-        totals = Table(title=f"{format_count(self.num_params)} parameters, per device", title_justify="left")
+        totals = Table(
+            title=f"{format_count(self.num_params)} parameters, per device", title_justify="left"
+        )
         for column in ("what", "bytes", "law"):
             totals.add_column(column, justify="right" if column == "bytes" else "left")
         for row in self.totals():

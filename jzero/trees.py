@@ -26,7 +26,7 @@ def leaf_name(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(keys), simple=True, separator=".")
 
 
-def named_leaves(tree: Any) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
+def named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
     """Flattens a tree to its leaves by name, in order, and its structure."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {leaf_name(path): leaf for path, leaf in paths}

@@ -15,9 +15,19 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jzero import gradients, layers
+from jzero import gradients, layers, losses
 from jzero import mesh as meshes
-from jzero.layout import STAGES, Layout, Leaf, P, is_floating, make_layout, make_state_layout, pad, unpad
+from jzero.layout import (
+    STAGES,
+    Layout,
+    Leaf,
+    P,
+    is_floating,
+    make_layout,
+    make_state_layout,
+    pad,
+    unpad,
+)
 from jzero.memo import Memo
 from jzero.optimizer import Partition, is_partitioned, partitioned
 from jzero.report import Report
@@ -59,13 +69,16 @@ class Zero:
     def __post_init__(self) -> None:
         _check(self)
         object.__setattr__(self, "axes", meshes.partition_axes(self.mesh, self.axes))
-        if self.state_axes is not None and meshes.partition_axes(self.mesh, self.state_axes) != self.axes:
+        if (
+            self.state_axes is not None
+            and meshes.partition_axes(self.mesh, self.state_axes) != self.axes
+        ):
             raise ValueError(
                 f"state_axes={self.state_axes!r} differs from axes={self.axes!r}, which is not "
                 "supported yet; leave it out."
             )
         object.__setattr__(self, "state_axes", self.axes)
-        meshes.replica_axes(self.mesh, self.axes)
+        meshes.replica_axes(self.mesh, meshes.partition_axes(self.mesh, self.axes))
         shapes = None if self.like is None else abstract_leaves(self.like)
         object.__setattr__(self, "like", shapes)
         layout = None if shapes is None else self._make_layout(shapes)
@@ -79,10 +92,10 @@ class Zero:
         return meshes.axes_size(self.mesh, self._place.axes)
 
     @property
-    def _place(self) -> gradients.Place:
+    def _place(self) -> losses.Place:
         axes = meshes.partition_axes(self.mesh, self.axes)
         replicas = meshes.replica_axes(self.mesh, axes)
-        return gradients.Place(self.mesh, axes, replicas, STAGES[self.stage], self.reduce_dtype)
+        return losses.Place(self.mesh, axes, replicas, STAGES[self.stage], self.reduce_dtype)
 
     def _make_layout(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> Layout:
         layout = make_layout(shapes, num_shards=self.num_shards, min_size=self.min_size)
@@ -101,7 +114,9 @@ class Zero:
         """
         if params is None:
             if self._memo.layout is None:
-                raise ValueError("no parameters are known; pass them, or make Zero with like=params.")
+                raise ValueError(
+                    "no parameters are known; pass them, or make Zero with like=params."
+                )
             return self._memo.layout
         return self._layout_of(abstract_leaves(params))
 
@@ -179,7 +194,7 @@ class Zero:
             return jax.device_put(x, sharding)
         host = np.asarray(x)
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             piece = host[index]
             want = leaf.shard_shape
             return np.pad(piece, [(0, n - m) for n, m in zip(want, piece.shape, strict=True)])
@@ -268,12 +283,14 @@ class Zero:
         """
         argnums = _argnums(batch_argnums)
         if not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise ValueError(f"num_microbatches is {num_microbatches!r}; give an integer of at least 1.")
+            raise ValueError(
+                f"num_microbatches is {num_microbatches!r}; give an integer of at least 1."
+            )
         acc = gradients.Accumulation(num_microbatches, argnums, has_aux)
         self._memo.has_grad_fn = True
 
         @functools.partial(jax.jit, static_argnums=0)
-        def run(graphdef: Any, params: Any, inputs: gradients.Inputs) -> Any:
+        def run(graphdef: Any, params: Any, inputs: losses.Inputs) -> Any:
             loss, values = self._loss(loss_fn, graphdef, params, inputs.frozen)
             return gradients.reduced_value_and_grad(loss, acc, values, inputs)
 
@@ -300,7 +317,7 @@ class Zero:
         argnums = _argnums(batch_argnums)
 
         @functools.partial(jax.jit, static_argnums=0)
-        def run(graphdef: Any, params: Any, inputs: gradients.Inputs) -> Any:
+        def run(graphdef: Any, params: Any, inputs: losses.Inputs) -> Any:
             loss, values = self._loss(fn, graphdef, params, inputs.frozen)
             return gradients.reduced_apply(loss, argnums, values, inputs)
 
@@ -312,28 +329,26 @@ class Zero:
 
     def _inputs(
         self, params: Any, args: Any, wrt: Any, argnums: tuple[int, ...], num_microbatches: int
-    ) -> tuple[Any, Any, gradients.Inputs]:
+    ) -> tuple[Any, Any, losses.Inputs]:
         if argnums[-1] >= len(args):
             raise ValueError(
                 f"batch_argnums names argument {argnums[-1] + 1}, but the function was called with "
                 f"{len(args) + 1} arguments; pass the batch there, or change batch_argnums."
             )
         for i in argnums:
-            gradients.check_batch(
-                args[i], self._place.num_data_shards, num_microbatches, argnum=i + 1
-            )
+            losses.check_batch(args[i], self._place.num_data_shards, num_microbatches, argnum=i + 1)
         parts = split(params, wrt)
         shapes = abstract_leaves(parts.params)
         shapes |= named_leaves(parts.frozen)[0]
         self._layout_of(shapes)
-        inputs = gradients.Inputs(parts.frozen, parts.state, tuple(args))
+        inputs = losses.Inputs(parts.frozen, parts.state, tuple(args))
         return parts.graphdef, parts.params, inputs
 
-    def _loss(self, fn: Any, graphdef: Any, params: Any, frozen: Any) -> tuple[gradients.Loss, Any]:
+    def _loss(self, fn: Any, graphdef: Any, params: Any, frozen: Any) -> tuple[losses.Loss, Any]:
         leaves, treedef = named_leaves(params)
         shapes = leaves | named_leaves(frozen)[0]
         layout = dict(self._layout_of(shapes))
-        loss = gradients.Loss(
+        loss = losses.Loss(
             fn, self._place, layout, graphdef, treedef, tuple(leaves), self._memo.reads.update
         )
         return loss, list(leaves.values())
@@ -380,7 +395,9 @@ class Zero:
         """
         return self._viewed(tree, None, is_replicated=False, like=like)
 
-    def _viewed(self, tree: Any, where: str | None, *, is_replicated: bool, like: Any = None) -> Any:
+    def _viewed(
+        self, tree: Any, where: str | None, *, is_replicated: bool, like: Any = None
+    ) -> Any:
         graphdef, params, state = _parts(tree)
         leaves, treedef = named_leaves(params)
         layout = self._memo.find(leaves) if like is None else self._layout_like(leaves, like)
@@ -422,9 +439,7 @@ class Zero:
 
     def _state_layout(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> Layout:
         params = self._memo.layout or {}
-        return make_state_layout(
-            shapes, params, num_shards=self.num_shards, min_size=self.min_size
-        )
+        return make_state_layout(shapes, params, num_shards=self.num_shards, min_size=self.min_size)
 
     def report(self, params: Any, tx: optax.GradientTransformation | None = None) -> Report:
         """Returns the partition table: per leaf the dim cut, padding and bytes; totals and the law.
@@ -464,7 +479,11 @@ def _check(zero: Zero) -> None:
             f"mesh is {type(zero.mesh).__name__} {zero.mesh!r:.60}; pass a jax Mesh, such as "
             "jzero.make_mesh() or jax.make_mesh((8,), ('data',))."
         )
-    if isinstance(zero.stage, bool) or zero.stage not in range(len(STAGES)) or not isinstance(zero.stage, int):
+    if (
+        isinstance(zero.stage, bool)
+        or zero.stage not in range(len(STAGES))
+        or not isinstance(zero.stage, int)
+    ):
         raise ValueError(f"stage is {zero.stage!r}; use the integer 0, 1, 2 or 3.")
     if zero.stage == 3 and zero.like is None:
         raise ValueError(
@@ -492,9 +511,9 @@ def _parts(params: Any) -> tuple[Any, Any, Any]:
     """Graphdef, parameters and other state of a module; (None, tree, ()) for a plain tree."""
     if not isinstance(params, nnx.Module):
         return None, params, ()
-    return nnx.split(params, nnx.Param, ...)
+    graphdef, params, state = nnx.split(params, nnx.Param, ...)
+    return graphdef, params, state
 
 
 def _whole(graphdef: Any, params: Any, state: Any) -> Any:
     return params if graphdef is None else nnx.merge(graphdef, params, state)
-

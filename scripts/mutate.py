@@ -24,7 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("layout", "collectives", "optimizer", "gradients", "layers", "mesh", "zero")
+MODULES = (
+    *("layout", "collectives", "optimizer", "losses", "gradients", "layers", "stack", "prefetch"),
+    *("mesh", "zero"),
+)
 NAMES = ("layout", "mesh", "gradients", "layers", "optimizer", "zero", "one_line", "compiled")
 TESTS = tuple(f"tests/test_{name}.py" for name in (*NAMES, "parity"))  # the fastest first
 OBJECT = -1  # of `x.method(...)`, x is left behind
@@ -198,12 +201,19 @@ def describe(mutant: Mutant, killer: str | None) -> str:
 
 def mutate(args: argparse.Namespace) -> int:
     """Runs what the arguments ask for and prints the table; returns how many survived."""
-    mutants = find_mutants(args.root, args.only)
     if args.list:
+        mutants = find_mutants(args.root, args.only)
         print("\n".join(f"{m.file}:{m.line}  {m.deleted}  in {m.function}" for m in mutants))
         return 0
-    tests = args.tests or [test for test in TESTS if (args.root / test).exists()]
-    run = functools.partial(run_tests, args.root, tests, args.timeout)
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        snapshot = Path(folder) / "repository"  # edits during the run do not reach it
+        shutil.copytree(args.root, snapshot, ignore=NOT_COPIED)
+        return kill_all(snapshot, find_mutants(snapshot, args.only), args)
+
+
+def kill_all(root: Path, mutants: Sequence[Mutant], args: argparse.Namespace) -> int:
+    tests = args.tests or [test for test in TESTS if (root / test).exists()]
+    run = functools.partial(run_tests, root, tests, args.timeout)
     if not tests or (failed := run(None)):
         raise ValueError(
             f"{failed} fails without any mutant; mend it first."

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -32,13 +33,13 @@ def make_model() -> GPT2:
     )
 
 
-def batches(text: bytes, seed: int) -> Iterator[np.ndarray]:
+def batches(text: bytes, seed: int) -> Iterator[jax.Array]:
     """Random windows of the text, (BATCH_SIZE, SEQUENCE_LENGTH + 1), one byte a token."""
     tokens = np.frombuffer(text, np.uint8).astype(np.int32)
     windows = np.lib.stride_tricks.sliding_window_view(tokens, SEQUENCE_LENGTH + 1)
     rng = np.random.default_rng(seed)
     while True:
-        yield windows[rng.integers(len(windows), size=BATCH_SIZE)]
+        yield jnp.asarray(windows[rng.integers(len(windows), size=BATCH_SIZE)])
 
 
 def loss_fn(model: GPT2, batch: jax.Array) -> jax.Array:

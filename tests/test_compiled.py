@@ -33,7 +33,7 @@ def make(num_layers, key=None):
 
 def abstract_step(zero, model, tx, *, num_rows, lend, num_microbatches=1):
     """A training step and its abstract arguments, laid out as at rest; nothing is allocated."""
-    loss_fn = lambda m, b: m.loss(b, **({"run_layers": zero.run_layers} if lend else {}))  # noqa: E731
+    loss_fn = lambda m, b: m.loss(b, **({"run_layers": zero.run_layers} if lend else {}))
     step = toys.make_step(zero, model, loss_fn, tx, num_microbatches=num_microbatches)
     params = at_rest(zero, nnx.state(model, nnx.Param), zero.layout(), zero.stage == 3)
     state = jax.eval_shape(tx.init, params)
@@ -118,7 +118,9 @@ def test_accumulation_reduces_as_often_as_the_law_says(stage, num_microbatches):
     assert gathered <= 1.01 * want["all-gather"]
     # XLA may gather what is outside the layers once for all microbatches; layers never.
     layers = sum(x.rest_size for x in zero.layout().values() if x.name.startswith("h."))
-    assert gathered >= 0.99 * (want["all-gather"] if stage < 3 else 2 * num_microbatches * layers * 7 / 8)
+    assert gathered >= 0.99 * (
+        want["all-gather"] if stage < 3 else 2 * num_microbatches * layers * 7 / 8
+    )
 
 
 @pytest.mark.parametrize(("stage", "num_devices", "lend"), CASES)
@@ -144,7 +146,8 @@ def test_reported_wire_bytes_are_the_compiled_ones(stage, num_devices, lend):
 def test_no_whole_gradient_lives_beyond_its_layer(stage, lend):
     """Temporary bytes per extra layer, less those of a model whose gradients are zeros."""
     layer_bytes = 4 * sum(
-        int(np.prod(x.shape[1:])) for x in jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: make(2)).h))
+        int(np.prod(x.shape[1:]))
+        for x in jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: make(2)).h))
     )
     slope = (temp(stage, lend, 6) - temp(stage, lend, 2)) / 4
     without = (temp(stage, None, 6) - temp(stage, None, 2)) / 4
@@ -160,12 +163,12 @@ def temp(stage, lend, num_layers):
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     params = at_rest(zero, params, zero.layout(), stage == 3)
     batch = jax.ShapeDtypeStruct((8, TIME + 1), jnp.int32, sharding=spread(zero, P("data")))
-    loss_fn = lambda m, b: m.loss(b, **({"run_layers": zero.run_layers} if lend else {}))  # noqa: E731
+    loss_fn = lambda m, b: m.loss(b, **({"run_layers": zero.run_layers} if lend else {}))
 
     def zeros(params):
         leaves, treedef = named_leaves(params)
         layout = zero.layout()
-        pin = lambda leaf: jax.lax.with_sharding_constraint(jnp.zeros(leaf.rest_shape), spread(zero, leaf.spec(("data",))))  # noqa: E731,E501  # fmt: skip
+        pin = lambda leaf: jax.lax.with_sharding_constraint(jnp.zeros(leaf.rest_shape), spread(zero, leaf.spec(("data",))))  # noqa: E501  # fmt: skip
         return jax.tree.unflatten(treedef, [pin(layout[name]) for name in leaves])
 
     def run(params, batch):

@@ -91,7 +91,7 @@ def test_16_bit_gradients_of_several_microbatches_are_summed_in_float32():
     for stage in range(4):
         zero = make(stage, like=like)
         placed = zero.place(like)
-        dtype = lambda n, z=zero, p=placed: z.value_and_grad(loss_fn, num_microbatches=n)(p, rows())[1]["w"].dtype  # noqa: E731  # fmt: skip
+        dtype = lambda n, z=zero, p=placed: z.value_and_grad(loss_fn, num_microbatches=n)(p, rows())[1]["w"].dtype  # fmt: skip
         assert dtype(1) == jnp.bfloat16
         assert dtype(2) == jnp.float32
 
@@ -107,7 +107,7 @@ def test_keys_differ_by_device_and_microbatch_and_repeat_by_step():
         return loss_fn(params, batch), drawn
 
     value_and_grad = zero.value_and_grad(noise, num_microbatches=2, has_aux=True)
-    draw = lambda seed: np.asarray(value_and_grad(params(), rows(), jax.random.key(seed))[0][1])  # noqa: E731
+    draw = lambda seed: np.asarray(value_and_grad(params(), rows(), jax.random.key(seed))[0][1])
     first = draw(0)
     assert first.shape == (16,)
     assert len(set(first.tolist())) == 16
@@ -196,12 +196,12 @@ def test_frozen_parameters_get_no_gradient_and_are_read_right(stage):
     model = toys.Toy(jax.random.key(0))
     zero = make(stage, like=model)
     placed, tokens = zero.place(model), toys.toy_batches(1, 16)[0]
-    is_table = lambda path, x: isinstance(x, nnx.Param) and path[-1] == "table"  # noqa: E731
+    is_table = lambda path, x: isinstance(x, nnx.Param) and path[-1] == "table"
     loss, grads = zero.value_and_grad(toys.toy_loss, wrt=is_table)(placed, tokens)
     assert list(nnx.to_pure_dict(grads)) == ["table"]
     assert float(loss) == pytest.approx(float(toys.toy_loss(model, tokens)), rel=1e-6)
     graphdef, params, rest = nnx.split(model, is_table, ...)
-    fresh = lambda: jax.tree.map(lambda x: x, rest)  # noqa: E731
+    fresh = lambda: jax.tree.map(lambda x: x, rest)
     want = jax.grad(lambda p: toys.toy_loss(nnx.merge(graphdef, p, fresh()), tokens))(params)
     assert toys.max_difference(zero.gather(grads), want) <= 1e-6
     tx = zero.optimizer(optax.adam(1e-3))
@@ -261,9 +261,13 @@ def test_batch_argnums_name_arguments_that_are_there():
         make(1).value_and_grad(loss_fn, batch_argnums=3)(params(), rows())
 
 
-@pytest.mark.parametrize("bad", [lambda p, b: (b @ p["w"]).mean(0), lambda p, b: 1, lambda p, b: (p["b"].sum(), 2)])
+@pytest.mark.parametrize(
+    "bad", [lambda p, b: (b @ p["w"]).mean(0), lambda p, b: 1, lambda p, b: (p["b"].sum(), 2)]
+)
 def test_a_loss_that_is_no_floating_scalar_is_refused(bad):
-    with pytest.raises(ValueError, match="loss must be a floating-point scalar, but loss_fn returned"):
+    with pytest.raises(
+        ValueError, match="loss must be a floating-point scalar, but loss_fn returned"
+    ):
         make(1).value_and_grad(bad)(params(), rows())
 
 
@@ -277,7 +281,9 @@ def test_a_constraint_that_names_a_partition_axis_is_refused(stage, is_explicit)
         batch = jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P("data")))
         return loss_fn(params, batch)
 
-    with pytest.raises(ValueError, match=r"names mesh axis 'data'.*drop the constraint, or use stage 1"):
+    with pytest.raises(
+        ValueError, match=r"names mesh axis 'data'.*drop the constraint, or use stage 1"
+    ):
         zero.value_and_grad(constrained)(zero.place(params()), rows())
 
 
@@ -288,7 +294,7 @@ def test_a_parameter_scanned_over_its_cut_dim_is_read_whole_first(stage):
     assert zero.layout()["stack"].dim == 0
 
     def scanned(params, batch):
-        step = lambda x, w: (x + jzero.block_params(w).sum(), None)  # noqa: E731
+        step = lambda x, w: (x + jzero.block_params(w).sum(), None)
         return jax.lax.scan(step, batch.mean(), params["stack"])[0]
 
     loss, _ = zero.value_and_grad(scanned)(zero.place(tree), rows())

@@ -88,7 +88,7 @@ def test_keys_reach_the_layers():
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_few_layers_work(num_layers):
     model = Model(nnx.Rngs(0), num_layers)
-    loss = lambda run: lambda m, b: (run(lambda l, x, k: block(l, x, k)[0], m.layers, b) ** 2).mean()  # noqa: E731,E741  # fmt: skip
+    loss = lambda run: lambda m, b: (run(lambda l, x, k: block(l, x, k)[0], m.layers, b) ** 2).mean()  # fmt: skip
     want = jzero.Zero(jzero.make_mesh(), 0, like=model)
     want_value, want_grads = want.value_and_grad(loss(plain_run_layers))(want.place(model), rows())
     zero = jzero.Zero(jzero.make_mesh(), 3, like=model)
@@ -100,12 +100,12 @@ def test_few_layers_work(num_layers):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_plain_tree_of_stacked_arrays_works(stage):
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32) * 0.3  # noqa: E731
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32) * 0.3
     tree = {"stack": {"a": draw(4, 8, 8), "b": draw(4, 8)}, "head": draw(8, 3)}
     zero = jzero.Zero(jzero.make_mesh(), stage, like=tree)
 
     def loss(params, batch):
-        layer = lambda w, x, key: x + jnp.tanh(x @ w["a"] + w["b"][None])  # noqa: E731
+        layer = lambda w, x, key: x + jnp.tanh(x @ w["a"] + w["b"][None])
         return (zero.run_layers(layer, params["stack"], batch) @ params["head"]).mean()
 
     _, grads = zero.value_and_grad(loss)(zero.place(tree), rows())
@@ -117,7 +117,7 @@ def test_a_plain_tree_of_stacked_arrays_works(stage):
 def test_apply_runs_the_lent_loop_without_gradients():
     model = Model(nnx.Rngs(0), NUM_LAYERS)
     zero = jzero.Zero(jzero.make_mesh(), 3, like=model)
-    loss = lambda run: lambda m, b: run(block, m.layers, b, has_aux=True)[1].sum()  # noqa: E731
+    loss = lambda run: lambda m, b: run(block, m.layers, b, has_aux=True)[1].sum()
     got = zero.apply(loss(zero.run_layers))(zero.place(model), rows())
     assert float(got) == pytest.approx(float(loss(plain_run_layers)(model, rows())), rel=1e-6)
 
@@ -126,7 +126,7 @@ def test_apply_runs_the_lent_loop_without_gradients():
 def test_the_loop_gathers_ahead_and_reduces_behind(stage, in_loop):
     model = Model(nnx.Rngs(0), 5)
     zero = jzero.Zero(jzero.make_mesh(), stage, like=model)
-    loss = lambda m, b: (zero.run_layers(lambda l, x, k: x @ l.w[...], m.layers, b) ** 2).mean()  # noqa: E731,E741  # fmt: skip
+    loss = lambda m, b: (zero.run_layers(lambda l, x, k: x @ l.w[...], m.layers, b) ** 2).mean()  # fmt: skip
     placed = zero.place(model)
     text = jax.jit(zero.value_and_grad(loss)).lower(placed, rows()).compile().as_text()
     rows_ = [r for r in program.collectives(text) if r.elements == DIM * DIM]
@@ -139,9 +139,13 @@ def test_the_loop_gathers_ahead_and_reduces_behind(stage, in_loop):
 
 
 def test_unknown_remat_and_unstacked_layers_are_refused():
-    with pytest.raises(ValueError, match="remat 'some' is unknown; use one of 'none', 'full', 'dots'"):
+    with pytest.raises(
+        ValueError, match="remat 'some' is unknown; use one of 'none', 'full', 'dots'"
+    ):
         jzero.run_layers(block, {"w": jnp.ones((2, 3))}, 1.0, remat="some")
-    with pytest.raises(ValueError, match="one leading layer dim, but dim 0 .* build them with nnx.vmap"):
+    with pytest.raises(
+        ValueError, match="one leading layer dim, but dim 0 .* build them with nnx.vmap"
+    ):
         jzero.run_layers(block, {"w": jnp.ones((2, 3)), "v": jnp.ones((4, 3))}, 1.0)
 
 

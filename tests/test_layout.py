@@ -132,7 +132,8 @@ def test_the_longest_mirrored_name_wins():
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "num_heads", "embed_dim"), [(12, 12, 768), (24, 16, 1024), (36, 20, 1280), (48, 25, 1600)]
+    ("num_layers", "num_heads", "embed_dim"),
+    [(12, 12, 768), (24, 16, 1024), (36, 20, 1280), (48, 25, 1600)],
 )
 def test_gpt2_of_every_size_is_cut_to_one_nth(num_layers, num_heads, embed_dim):
     sizes = dict(num_layers=num_layers, num_heads=num_heads, embed_dim=embed_dim)

@@ -16,7 +16,9 @@ def test_data_takes_the_devices_that_are_left():
 
 
 def test_no_device_is_left_out_silently():
-    with pytest.raises(ValueError, match=r"replica 1 x data 3 x model 1 = 3 devices, but there are 8"):
+    with pytest.raises(
+        ValueError, match=r"replica 1 x data 3 x model 1 = 3 devices, but there are 8"
+    ):
         jzero.make_mesh(data=3)
     assert jzero.make_mesh(data=3, devices=jax.devices()[:3]).size == 3
 

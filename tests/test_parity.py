@@ -86,9 +86,7 @@ def test_float32_training_equals_plain_optax(stage):
 def test_gpt2_in_float64_with_dropout_off_equals_plain_optax(stage):
     with jax.enable_x64(True):
         sizes = dict(vocab_size=29, num_positions=9, num_layers=3, num_heads=2, embed_dim=12)
-        model = GPT2(
-            **sizes, param_dtype="float64", compute_dtype="float64", rngs=nnx.Rngs(0)
-        )
+        model = GPT2(**sizes, param_dtype="float64", compute_dtype="float64", rngs=nnx.Rngs(0))
         batches = [b % 29 for b in toys.toy_batches(20, 14)]
         losses, params = toys.plain_training(model, lambda m, b: m.loss(b), CLIPPED, batches)
         zero = jzero.Zero(toys.data_mesh(7), stage, like=model)

@@ -19,6 +19,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.core import Tracer
 
 import jzero
 from jzero.trees import named_leaves
@@ -134,7 +135,11 @@ def patched_script(stage):
 
 def printed_losses(path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(path), "--steps", "12"])
-    runpy.run_path(str(path), run_name="__main__")
+    jax.config.update("jax_disable_most_optimizations", True)  # compiles faster
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
     losses = [float(x) for x in re.findall(r"loss (\d+\.\d{6})$", capsys.readouterr().out, re.M)]
     assert len(losses) == 3
     return losses
@@ -316,6 +321,7 @@ class Net(nnx.Module):
         return self.head(run(self.embed(tokens), self.layers))
 
 
+@functools.cache
 def make_net():
     return Net(nnx.Rngs(0))
 
@@ -336,8 +342,8 @@ def train_net_alone():
 
 @STAGES
 def test_nnx_optimizer_equals_one_device_and_sends_layers_in_the_loop_unasked(stage):
-    zero = jzero.Zero(jzero.make_mesh(), stage, like=nnx.eval_shape(make_net))
-    model = zero.init(make_net)
+    zero = jzero.Zero(jzero.make_mesh(), stage, like=make_net())
+    model = zero.place(make_net())
     optimizer = nnx.Optimizer(model, zero.optimizer(make_tx()), wrt=nnx.Param)
 
     @nnx.jit
@@ -358,7 +364,7 @@ def assert_without_hooks(model):
     """No read hook and no tracer on any Variable of the user's model."""
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         assert not variable.get_metadata("on_get_value", None), path
-        assert not isinstance(variable.get_raw_value(), jax.core.Tracer), path
+        assert not isinstance(variable.get_raw_value(), Tracer), path
 
 
 @STAGES

@@ -26,7 +26,7 @@ def mesh_of(is_explicit, num_devices=8):
 
 def arrays():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     return {"w": draw(13, 7), "b": draw(5), "s": draw(), "even": draw(8, 16)}
 
 

@@ -19,7 +19,7 @@ class Layer(nnx.Module):
     """A residual MLP."""
 
     def __init__(self, rngs: nnx.Rngs, dtype: Any):
-        draw = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * 0.3)  # noqa: E731
+        draw = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * 0.3)
         self.up, self.bias, self.down = draw(DIM, HIDDEN), draw(HIDDEN), draw(HIDDEN, DIM)
 
     def __call__(self, x: jax.Array, key: Any = None) -> jax.Array:
@@ -81,7 +81,7 @@ def plain_training(
 
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
-        fn = lambda p: loss_fn(nnx.merge(graphdef, p, rest), batch)  # noqa: E731
+        fn = lambda p: loss_fn(nnx.merge(graphdef, p, rest), batch)
         loss, grads = jax.value_and_grad(fn)(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
