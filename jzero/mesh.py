@@ -1,4 +1,4 @@
-"""Meshes: making one, choosing its partition axes, and running a function with all axes automatic."""
+"""Meshes: making one, choosing its partition axes, running a function with automatic axes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def partition_axes(mesh: Mesh, axes: Sequence[str] | str | None) -> tuple[str, .
 
 
 def replica_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes that split the batch without partitioning anything: "replica", if larger than 1."""
+    """Returns the axes that split the batch and partition nothing: "replica", if above 1."""
     rest = {str(name): size for name, size in mesh.shape.items() if name not in axes and size > 1}
     unknown = {name: size for name, size in rest.items() if name != REPLICA_AXIS}
     if unknown:
@@ -107,10 +107,10 @@ def named_sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
 
 
 def with_auto_axes(mesh: Mesh, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-    """Wraps `fn(*args)` so that every mesh axis is automatic inside it; outputs leave as `out_specs`.
+    """Wraps `fn(*args)` so that every mesh axis is automatic inside; outputs leave as `out_specs`.
 
-    Padding, slicing and constraints of uneven dims are only possible with automatic axes. `out_specs`
-    is a tree prefix of PartitionSpecs. Use under jit.
+    Padding, slicing and constraints of uneven dims are only possible with automatic axes.
+    `out_specs` is a tree prefix of PartitionSpecs. Use under jit.
     """
 
     def run(*args: Any) -> Any:
@@ -133,6 +133,6 @@ def constrain(mesh: Mesh, tree: Any, specs: Any) -> Any:
 
 
 def manual(mesh: Mesh, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`jax.shard_map` over all mesh axes, inside `with_auto_axes`; collectives are named in `fn`."""
+    """`jax.shard_map` over all mesh axes, inside `with_auto_axes`; `fn` names its collectives."""
     where = None if is_explicit(mesh) else mesh
     return jax.shard_map(fn, mesh=where, in_specs=in_specs, out_specs=out_specs, check_vma=False)

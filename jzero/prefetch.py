@@ -32,7 +32,7 @@ class Loop:
     structures: list[Any] = dataclasses.field(default_factory=list)
 
     def __call__(self, x: Any) -> Any:
-        """Runs all layers; returns (x, aux, state of the layers), differentiable by x and the taps."""
+        """Runs all layers; returns (x, aux, state), differentiable by x and the taps."""
 
         @jax.custom_vjp
         def run(diff: Any, x: Any, values: Any, extras: Any) -> Any:

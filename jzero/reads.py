@@ -21,7 +21,7 @@ _LOOPS = ("while", "cond")
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One use of a parameter: marked as a read or not, how many dims scans took, and loop-invariant or not."""
+    """One use of a parameter: a marked read or not, dims that scans took, loop-invariant or not."""
 
     is_read: bool
     num_scanned: int = 0

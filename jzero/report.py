@@ -97,7 +97,7 @@ class Report:
         return 2 if leaf.is_stacked and self.reads.get(leaf.name, True) else 1
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table's rows: name, shape, dtype, cut, padding, bytes of weight and of state, note."""
+        """The table's rows: name, shape, dtype, cut, padding, held, state, note."""
         return [self._row(leaf) for leaf in self.params.values()]
 
     def _row(self, leaf: Leaf) -> tuple[str, ...]:

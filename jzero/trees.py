@@ -121,7 +121,7 @@ def check_against(
     if bad:
         raise ValueError(
             f"{what} does not match the parameters this Zero was made for: {'; '.join(bad)}. "
-            "Pass a tree of the same names and logical shapes, or make a Zero with like=<that tree>."
+            "Pass a tree of the same names and logical shapes, or make a Zero with like=that tree."
         )
 
 

@@ -1,4 +1,4 @@
-"""`Zero`: what is partitioned, and over which mesh axes. Its methods are thin faces of pure functions."""
+"""`Zero` says what is partitioned and over which axes; its methods are faces of pure functions."""
 
 from __future__ import annotations
 
@@ -387,7 +387,7 @@ class Zero:
     def logical(self, tree: Any, *, like: Any = None) -> Any:
         """Returns a tree with logical shapes, still cut: under jit without any collective.
 
-        Outside jit a leaf with padding comes back replicated, since jax cannot hold an uneven dim cut.
+        Outside jit a leaf with padding comes back replicated: jax cannot hold an uneven dim cut.
 
         Args:
           tree: parameters, gradients or optimizer state that this Zero laid out.
@@ -440,6 +440,36 @@ class Zero:
     def _state_layout(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> Layout:
         params = self._memo.layout or {}
         return make_state_layout(shapes, params, num_shards=self.num_shards, min_size=self.min_size)
+
+    def abstract(self, tree: Any) -> Any:
+        """Returns shapes, dtypes and shardings at rest, to lower and compile without any array.
+
+        Args:
+          tree: parameters or an `nnx.Module` of them (logical shapes do), or an optimizer state, as
+            from `jax.eval_shape(tx.init, params)`; gradients are not known from parameters.
+
+        Returns:
+          The same tree of ShapeDtypeStructs; a module's other Variables are replicated.
+        """
+        graphdef, params, state = _parts(tree)
+        leaves, treedef = named_leaves(params)
+        known = self._memo.layout or {}
+        is_params = all(name in known for name in leaves)
+        layout = self._layout_of(abstract_leaves(params)).values() if is_params else None
+        cut = self._cuts_params if is_params else STAGES[self.stage].state
+        rows = zip(leaves.values(), layout or self._memo.find(leaves), strict=True)
+        shapes = [self._abstract_leaf(x.dtype, leaf, cut) for x, leaf in rows]
+        whole = functools.partial(meshes.named_sharding, self.mesh, P())
+        state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole(x.ndim)), state
+        )
+        return _whole(graphdef, jax.tree.unflatten(treedef, shapes), state)
+
+    def _abstract_leaf(self, dtype: Any, leaf: Leaf, is_cut: bool) -> jax.ShapeDtypeStruct:
+        shape = leaf.rest_shape if is_cut else leaf.shape
+        spec = leaf.spec(self._place.axes) if is_cut else P()
+        sharding = meshes.named_sharding(self.mesh, spec, len(shape))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def report(self, params: Any, tx: optax.GradientTransformation | None = None) -> Report:
         """Returns the partition table: per leaf the dim cut, padding and bytes; totals and the law.

@@ -35,26 +35,14 @@ def abstract_step(zero, model, tx, *, num_rows, lend, num_microbatches=1):
     """A training step and its abstract arguments, laid out as at rest; nothing is allocated."""
     loss_fn = lambda m, b: m.loss(b, **({"run_layers": zero.run_layers} if lend else {}))
     step = toys.make_step(zero, model, loss_fn, tx, num_microbatches=num_microbatches)
-    params = at_rest(zero, nnx.state(model, nnx.Param), zero.layout(), zero.stage == 3)
-    state = jax.eval_shape(tx.init, params)
-    layout = zero.report(model, tx).state
-    state = at_rest(zero, state, layout, zero.stage >= 1)
+    params = zero.abstract(nnx.state(model, nnx.Param))
+    state = zero.abstract(jax.eval_shape(tx.init, params))
     batch = jax.ShapeDtypeStruct((num_rows, TIME + 1), jnp.int32, sharding=spread(zero, P("data")))
     return step, (params, state, batch)
 
 
 def spread(zero, spec):
     return NamedSharding(zero.mesh, spec)
-
-
-def at_rest(zero, tree, layout, is_cut):
-    leaves, treedef = named_leaves(tree)
-    shapes = []
-    for name, x in leaves.items():
-        leaf = layout[name]
-        shape, spec = (leaf.rest_shape, leaf.spec(("data",))) if is_cut else (leaf.shape, P())
-        shapes.append(jax.ShapeDtypeStruct(shape, x.dtype, sharding=spread(zero, spec)))
-    return jax.tree.unflatten(treedef, shapes)
 
 
 @functools.cache
@@ -161,7 +149,7 @@ def temp(stage, lend, num_layers):
     model = nnx.eval_shape(lambda: make(num_layers))
     zero = jzero.Zero(jzero.make_mesh(), stage, like=model)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    params = at_rest(zero, params, zero.layout(), stage == 3)
+    params = zero.abstract(params)
     batch = jax.ShapeDtypeStruct((8, TIME + 1), jnp.int32, sharding=spread(zero, P("data")))
     loss_fn = lambda m, b: m.loss(b, **({"run_layers": zero.run_layers} if lend else {}))
 
