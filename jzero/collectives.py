@@ -119,12 +119,14 @@ def fetch(value: jax.Array, wire: Wire) -> jax.Array:
 def _read(wire: Wire, value: jax.Array, tap: jax.Array) -> jax.Array:
     """A gradient tap: forward the weight, backward the reduced gradient to `tap` alone."""
 
+    dtype = tap.dtype  # not the tracer: the backward pass must hold none of the forward one
+
     @jax.custom_vjp
     def tapped(value: jax.Array, tap: jax.Array) -> jax.Array:
         return fetch(value, wire)
 
     def backward(_: None, ct: jax.Array) -> tuple[None, jax.Array]:
-        return None, reduce_scatter(ct, wire).astype(tap.dtype)
+        return None, reduce_scatter(ct, wire).astype(dtype)
 
     tapped.defvjp(lambda value, tap: (fetch(value, wire), None), backward)
     return tapped(value, tap)

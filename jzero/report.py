@@ -123,7 +123,9 @@ class Report:
         what = "gathered" if self.stage.params else "reduced"
         if self.reads[leaf.name]:
             return f"{what} where it is read"
-        return f"{what} whole, outside the layers (read them with block_params, or an nnx.Module)"
+        if leaf.is_stacked:
+            return f"{what} whole, outside its layers: read it with block_params or run_layers"
+        return f"{what} whole, once a microbatch"
 
     def totals(self) -> list[tuple[str, str, str]]:
         """Per class of bytes: what a device holds, and the law."""

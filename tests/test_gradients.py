@@ -142,7 +142,7 @@ def test_apply_gives_the_same_without_gradients(stage):
 
 
 def test_apply_refuses_arrays_that_are_neither_scalars_nor_rows():
-    with pytest.raises(ValueError, match=r"returned arrays of shapes \[\(13, 7\)\].*2 rows"):
+    with pytest.raises(ValueError, match=r"returned arrays of shapes \[\(13, 7\)\].*2 batch rows"):
         make(1).apply(lambda p, batch: p["w"])(params(), rows())
 
 

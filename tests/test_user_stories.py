@@ -108,7 +108,7 @@ def assert_reported(zero, params, stage, *, is_read_in_loop):
         assert notes(zero, params) == {f"{verb} where it is read"}
     else:
         (note,) = notes(zero, params)
-        assert f"{verb} whole, outside the layers" in note
+        assert f"{verb} whole, outside its layers" in note
         assert "block_params" in note
 
 
