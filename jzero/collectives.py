@@ -107,8 +107,8 @@ def read(held: Held) -> jax.Array:
     """Reads the whole weight; its gradient is reduce-scattered to the tap where it arises."""
     _check_slice(held)
     if held.tap is None:
-        return jax.lax.stop_gradient(fetch(held.value, held.wire))
-    return _read(held.wire, jax.lax.stop_gradient(held.value), held.tap)
+        return fetch(held.value, held.wire)
+    return _read(held.wire, held.value, held.tap)
 
 
 def fetch(value: jax.Array, wire: Wire) -> jax.Array:

@@ -52,7 +52,7 @@ class Loop:
 
         run.defvjp(forward, backward)
         stack = self.stack
-        return run(stack.diff, x, jax.lax.stop_gradient(stack.values), stack.extras)
+        return run(stack.diff, x, stack.values, stack.extras)
 
     def _with(self, values: Any, extras: Any) -> Stack:
         return dataclasses.replace(self.stack, values=values, extras=extras)

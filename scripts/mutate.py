@@ -24,7 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-NOT_CORE = ("cli", "config", "data", "metrics", "terminal", "train")  # nothing is cut there
+NOT_CORE = (  # nothing is cut there
+    *("cli", "config", "data", "metrics", "recipe", "runlog"),
+    *("sample", "schema", "terminal", "tokens", "train"),
+)
 NAMES = ("layout", "mesh", "gradients", "layers", "optimizer", "zero", "one_line", "compiled")
 TESTS = tuple(f"tests/test_{name}.py" for name in (*NAMES, "parity"))  # the fastest first
 OBJECT = -1  # of `x.method(...)`, x is left behind

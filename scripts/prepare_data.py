@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jzero.data import (
+from jzero.tokens import (
     list_files,
     num_val_tokens,
     open_tokens,
@@ -38,8 +38,8 @@ MEND = (
 def import_tiktoken() -> Any:
     """tiktoken, an optional extra."""
     try:
-        import tiktoken
-        import tiktoken.load
+        import tiktoken  # noqa: PLC0415
+        import tiktoken.load  # noqa: PLC0415
     except ImportError as error:
         raise ValueError(
             "--tokenizer gpt2 needs tiktoken; pip install 'jzero[data]', or use --tokenizer bytes"

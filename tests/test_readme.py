@@ -1,0 +1,118 @@
+"""What the README shows is true: its snippets run, its commands work, its diff is the script's."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jzero import cli
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SMALL = (
+    "--model.num_layers 1 --model.embed_dim 16 --model.num_heads 2 --model.num_positions 16 "
+    "--data.seq_len 16 --data.max_bytes 20000 --train.num_steps 2 --train.eval_batches 1 "
+    "--train.sample_length 2 --train.plot False"
+).split()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands():
+    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def test_every_command_shown_is_one_that_is_run_here():
+    assert commands() == [
+        "make demo",
+        "make test",
+        "jzero train configs/gpt2_demo.toml --zero.stage 3",
+        "jzero report configs/gpt2_1558m.toml",
+        "jzero train --help",
+        "python scripts/prepare_data.py my_texts --out data/mine --tokenizer bytes",
+    ]
+
+
+@pytest.fixture
+def at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_jzero_train(at_root, tmp_path, capsys):
+    words = "train configs/gpt2_demo.toml --zero.stage 3".split()
+    assert cli.main([*words, *SMALL, "--train.out_dir", str(tmp_path / "run")]) == 0
+    assert "step" in capsys.readouterr().out
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_jzero_report(at_root, capsys):
+    assert cli.main(["report", "configs/gpt2_1558m.toml"]) == 0
+    assert "h.attn.c_attn.weight" in capsys.readouterr().out
+
+
+def test_jzero_help(at_root, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["train", "--help"])
+    assert "CONFIG" in capsys.readouterr().out
+
+
+def test_prepare_data(tmp_path):
+    (tmp_path / "my_texts").mkdir()
+    (tmp_path / "my_texts" / "a.txt").write_text("to be or not to be " * 200)
+    script = ROOT / "scripts" / "prepare_data.py"
+    words = "my_texts --out data/mine --tokenizer bytes".split()
+    subprocess.run([sys.executable, script, *words], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "data" / "mine" / "train.bin").exists()
+
+
+def test_make_knows_the_two_commands():
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^demo: .*\n\t.*jzero train configs/gpt2_demo\.toml$", makefile, re.MULTILINE)
+    assert re.search(r"^test: ", makefile, re.MULTILINE)
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_snippet_in_functions_runs():
+    key = jax.random.key(0)
+    names = {
+        "key": key,
+        "init_fn": lambda key: {"h": {"attn": jax.random.normal(key, (13, 7))}},
+        "loss_fn": lambda params, batch: ((batch @ params["h"]["attn"]) ** 2).mean(),
+        "batch": np.ones((32, 13), np.float32),
+    }
+    snippet = next(block for block in blocks("python") if "zero.init" in block)
+    exec(snippet, names)
+    before = names["full"]["h"]["attn"]
+    assert before.shape == (13, 7)
+    assert float(names["loss"]) == pytest.approx(float(names["loss_fn"](names["full"], names["batch"])))
+    params, _, loss = names["step"](names["params"], names["opt_state"], names["batch"])
+    assert float(loss) == pytest.approx(float(names["loss"]))
+    assert jnp.abs(params["h"]["attn"][:, :7] - before).max() > 0
+
+
+def test_the_diff_shown_is_the_diff_of_the_script():
+    def changes(text):
+        lines = [line for line in text.splitlines() if re.match(r"[+-](?![+-])", line)]
+        return [line[0] + line[1:].lstrip() for line in lines]
+
+    (shown,) = blocks("diff")
+    assert changes(shown) == changes((ROOT / "scripts" / "train_flax.diff").read_text())
+    assert sum(line.startswith("+") for line in changes(shown)) <= 5
+
+
+def test_the_one_changed_line_is_tested_as_shown():
+    assert "jzero.Zero(mesh, stage=1).optimizer(optax.adamw(1e-3))" in README
+    assert "stage=1).optimizer(" in (ROOT / "tests" / "test_one_line.py").read_text()
+
+
+def test_the_tree_names_every_module():
+    for path in (ROOT / "jzero").glob("*.py"):
+        assert path.stem.startswith("__") or path.name in README, path.name
