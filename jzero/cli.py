@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
-from jzero.config import Config, parse_config, read_toml
-from jzero.train import make_setup, prepare, run_job, trace_loss
+from jzero.config import Config, parse_config
+from jzero.recipe import make_setup, trace_loss
+from jzero.schema import read_toml
+from jzero.train import prepare, run_job
 
 USAGE = """\
 usage: jzero COMMAND CONFIG [--section.key value ...]

@@ -5,24 +5,31 @@ made from its signature.
 """
 
 import dataclasses
-import difflib
-import importlib
-import inspect
 import re
-import tomllib
-import types
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-import optax
+from jzero.schema import (
+    ABSENT,
+    SCALARS,
+    check_least,
+    check_section,
+    check_seed,
+    extended,
+    find_optimizer,
+    import_target,
+    parameters,
+    parse_section,
+    read_toml,
+    refuse,
+    toml_type,
+    typed,
+)
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-SCALARS = (bool, int, float, str)
 DECAY_MASKS = ("mask", "weight_decay_mask")  # arguments of optax: which leaves weight decay is for
-ABSENT = object()  # in place of an argument that the file must give and does not
-NOT_TRAINABLE_HERE = frozenset({"lbfgs"})  # its line search calls the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +52,15 @@ class OptimizerConfig:
     clip_norm: float = 0.0  # largest global norm of the gradients; 0: no clipping
 
     def __post_init__(self) -> None:
-        accepted = _parameters(find_optimizer(self.name)).keys()
-        _check_above(self, "optimizer", 0, "learning_rate")
-        _check_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
+        accepted = parameters(find_optimizer(self.name)).keys()
+        if not self.learning_rate > 0:
+            refuse(self, "optimizer", "learning_rate", "use a number above 0")
+        check_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
         if not 0 <= self.min_learning_rate_ratio <= 1:
-            _refuse(self, "optimizer", "min_learning_rate_ratio", "use a share from 0 to 1")
+            refuse(self, "optimizer", "min_learning_rate_ratio", "use a share from 0 to 1")
         if self.weight_decay and not ("weight_decay" in accepted and accepted & set(DECAY_MASKS)):
             mend = f"{self.name} has no masked weight decay: use 0, or adamw"
-            _refuse(self, "optimizer", "weight_decay", mend)
+            refuse(self, "optimizer", "weight_decay", mend)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +75,10 @@ class DataConfig:
     seed: int = 0  # of the shuffle
 
     def __post_init__(self) -> None:
-        _check_least(self, "data", 1, "seq_len", "max_bytes")
-        _check_seed(self, "data")
+        check_least(self, "data", 1, "seq_len", "max_bytes")
+        check_seed(self, "data")
         if not 0 < self.val_fraction < 1:
-            _refuse(self, "data", "val_fraction", "use a share between 0 and 1, such as 0.1")
+            refuse(self, "data", "val_fraction", "use a share between 0 and 1, such as 0.1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +92,7 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
             if getattr(self, name) not in (None, *DTYPES):
-                _refuse(self, "precision", name, f"use one of {', '.join(DTYPES)}")
+                refuse(self, "precision", name, f"use one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +105,8 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         if self.stage not in range(4):
-            _refuse(self, "zero", "stage", "use 0, 1, 2 or 3")
-        _check_least(self, "zero", 0, "min_size")
+            refuse(self, "zero", "stage", "use 0, 1, 2 or 3")
+        check_least(self, "zero", 0, "min_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +119,7 @@ class MeshConfig:
     num_cpu_devices: int = 8  # virtual devices, where there is no GPU
 
     def __post_init__(self) -> None:
-        _check_least(self, "mesh", 1, "replica", "data", "model", "num_cpu_devices")
+        check_least(self, "mesh", 1, "replica", "data", "model", "num_cpu_devices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +143,12 @@ class TrainConfig:
     plot: bool = False  # draw the loss curve at the end
 
     def __post_init__(self) -> None:
-        _check_least(
+        check_least(
             self, "train", 1, "num_steps", "micro_batch", "num_microbatches", "log_every",
             "eval_batches",
         )  # fmt: skip
-        _check_least(self, "train", 0, "eval_every", "sample_length", "sample_temperature")
-        _check_seed(self, "train")
+        check_least(self, "train", 0, "eval_every", "sample_length", "sample_temperature")
+        check_seed(self, "train")
         if self.profile:
             profile_steps(self.profile, self.num_steps)
 
@@ -176,26 +184,6 @@ def load_config(path: str | Path) -> Config:
     return parse_config(read_toml(path), source=str(path))
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file, `train.out_dir` named after the file where it is left out.
-
-    Raises:
-      ValueError: there is no such file, or it is not TOML.
-    """
-    path = Path(path)
-    if not path.is_file():
-        near = _nearest(path.name, [other.name for other in path.parent.glob("*.toml")])
-        mend = f"did you mean {path.parent / near}?" if near else "give the path of a .toml file."
-        raise ValueError(f"config {str(path)!r} does not exist; {mend}")
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}; mend that line.") from error
-    if isinstance(train := tables.setdefault("train", {}), dict):
-        train.setdefault("out_dir", f"runs/{path.stem}")
-    return tables
-
-
 def parse_config(
     tables: Mapping[str, Any], *, source: str = "config", absent: Any = ABSENT
 ) -> Config:
@@ -215,19 +203,16 @@ def parse_config(
     """
     try:
         for name, table in tables.items():
-            _check_section(name, table)
+            check_section(name, table, SECTIONS)
         given = {name: dict(tables.get(name, {})) for name in SECTIONS}
         kinds: dict[str, type] = dict(SECTIONS)
         target = given["model"].setdefault("target", ModelConfig.target)
-        kinds["model"] = model_section(_typed(target, str, "model", "target"))
+        kinds["model"] = model_section(typed(target, str, "model", "target"))
         name = given["optimizer"].setdefault("name", OptimizerConfig.name)
-        kinds["optimizer"] = optimizer_section(_typed(name, str, "optimizer", "name"))
-        parts = {key: _parse_section(key, kinds[key], given[key], absent) for key in SECTIONS}
-        fields = [(key, kind, field(default=parts[key])) for key, kind in kinds.items()]
-        kind = dataclasses.make_dataclass(
-            "Config", fields, bases=(Config,), frozen=True, kw_only=True
-        )
-        return kind(**parts)
+        kinds["optimizer"] = optimizer_section(typed(name, str, "optimizer", "name"))
+        parts = {k: parse_section(k, kinds[k], given[k], SECTIONS, absent) for k in SECTIONS}
+        fields = [(key, kinds[key], field(default=parts[key])) for key in SECTIONS]
+        return make_dataclass("Config", fields, bases=(Config,), frozen=True, kw_only=True)(**parts)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
 
@@ -241,114 +226,36 @@ def model_section(target: str) -> type[ModelConfig]:
     Raises:
       ValueError: the target is not to be imported, or needs what TOML cannot give.
     """
-    fields = []
-    for name, parameter in _parameters(import_target(target)).items():
+    arguments = []
+    for name, parameter in parameters(import_target(target)).items():
         if name in ("rngs", "param_dtype", "compute_dtype", "target"):
             continue
-        hint = _toml_type(parameter.annotation, parameter.default)
-        if parameter.default is not parameter.empty:
-            fields += [] if hint is None else [(name, hint, field(default=parameter.default))]
-        elif hint is not None:
-            fields.append((name, hint, field()))
-        else:
+        hint = toml_type(parameter.annotation, parameter.default)
+        is_required = parameter.default is parameter.empty
+        if hint is not None:
+            default = dataclasses.MISSING if is_required else parameter.default
+            arguments.append((name, hint, default))
+        elif is_required:
             raise ValueError(
                 f"[model] {target} needs {name}: {parameter.annotation}, which TOML cannot give; "
                 "give that argument a default."
             )
-    return _extended(ModelConfig, fields)
+    return extended(ModelConfig, arguments)
 
 
 def optimizer_section(name: str) -> type[OptimizerConfig]:
     """The dataclass of [optimizer] for an optimizer of optax: ours, and its own arguments."""
-    known = {f.name for f in dataclasses.fields(OptimizerConfig)}
-    fields = []
-    for key, parameter in _parameters(find_optimizer(name)).items():
-        default = None if parameter.default is parameter.empty else parameter.default
-        hint = _toml_type(parameter.annotation, default)
+    ours = {f.name for f in dataclasses.fields(OptimizerConfig)}
+    arguments = []
+    for key, parameter in parameters(find_optimizer(name)).items():
+        default = parameter.default if isinstance(parameter.default, SCALARS) else None
+        given = None if parameter.default is parameter.empty else parameter.default
+        hint = toml_type(parameter.annotation, given)
         if hint is None and "dtype" in key:
             hint, default = str, None
-        if hint is not None and key not in known:
-            default = default if isinstance(default, SCALARS) else None
-            hint = hint if default is not None else hint | None
-            fields.append((key, hint, field(default=default)))
-    return _extended(OptimizerConfig, fields)
-
-
-def own_arguments(section: ModelConfig | OptimizerConfig) -> dict[str, Any]:
-    """The values of a section that belong to what it names, by argument."""
-    base = ModelConfig if isinstance(section, ModelConfig) else OptimizerConfig
-    known = {f.name for f in dataclasses.fields(base)}
-    values = {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
-    return {name: value for name, value in values.items() if name not in known}
-
-
-def model_factory(model: ModelConfig, precision: PrecisionConfig) -> Callable[[Any], Any]:
-    """A function of `rngs` that makes the model, of its arguments and the dtypes of [precision].
-
-    Raises:
-      ValueError: a dtype is set that the model has no argument for.
-    """
-    target = import_target(model.target)
-    accepted = _parameters(target)
-    dtypes = {"param_dtype": precision.param_dtype, "compute_dtype": precision.compute_dtype}
-    dtypes = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
-    for name, dtype in dtypes.items():
-        if name not in accepted:
-            raise ValueError(
-                f"[precision] sets {name} {dtype!r}, but {model.target} has no argument {name}; "
-                "leave it out, or give the model that argument."
-            )
-    arguments = own_arguments(model) | dtypes
-
-    def make(rngs: Any) -> Any:
-        return target(**arguments, **({"rngs": rngs} if "rngs" in accepted else {}))
-
-    return make
-
-
-def import_target(target: str) -> Callable[..., Any]:
-    """Imports what MODULE:NAME names.
-
-    Raises:
-      ValueError: the form is wrong, the module is not to be imported, or it lacks the name.
-
-    >>> import_target("math:sqroot")
-    Traceback (most recent call last):
-    ValueError: [model] target 'math:sqroot': math has no 'sqroot'; did you mean 'sqrt'?
-    """
-    module_name, colon, name = target.partition(":")
-    if not (module_name and colon and name.isidentifier()):
-        raise ValueError(f"[model] target {target!r} is not MODULE:NAME; write models.gpt2:GPT2.")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"[model] target {target!r}: {module_name} cannot be imported ({error}); give a module "
-            "that is installed, or one below the current directory."
-        ) from error
-    if not callable(found := getattr(module, name, None)):
-        near = _nearest(name, [key for key in vars(module) if key[0] != "_"])
-        mend = f"did you mean {near!r}?" if near else "name a class of it."
-        raise ValueError(f"[model] target {target!r}: {module_name} has no {name!r}; {mend}")
-    return found
-
-
-def find_optimizer(name: str) -> Callable[..., optax.GradientTransformation]:
-    """The function of optax that makes an optimizer.
-
-    Raises:
-      ValueError: optax has none of that name, or not one that takes `learning_rate`.
-
-    >>> find_optimizer("adamww")
-    Traceback (most recent call last):
-    ValueError: [optimizer] name is 'adamww', no optimizer of optax; did you mean 'adamw'?
-    """
-    names = [key for key, value in vars(optax).items() if _is_optimizer(key, value)]
-    if name in names:
-        return getattr(optax, name)
-    near = _nearest(name, names)
-    mend = f"did you mean {near!r}?" if near else f"use one of {', '.join(sorted(names))}."
-    raise ValueError(f"[optimizer] name is {name!r}, no optimizer of optax; {mend}")
+        if hint is not None and key not in ours:
+            arguments.append((key, hint if default is not None else hint | None, default))
+    return extended(OptimizerConfig, arguments)
 
 
 def profile_steps(profile: str, num_steps: int) -> tuple[int, int]:
@@ -368,159 +275,3 @@ def profile_steps(profile: str, num_steps: int) -> tuple[int, int]:
             "such as 3:5."
         )
     return first, last
-
-
-def _is_optimizer(name: str, value: Any) -> bool:
-    if name.startswith(("_", "scale_by")) or name in NOT_TRAINABLE_HERE:
-        return False
-    return inspect.isfunction(value) and "learning_rate" in inspect.signature(value).parameters
-
-
-def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The arguments of a class or function that can be given by keyword."""
-    called: Any = target.__init__ if inspect.isclass(target) else target
-    try:
-        signature = inspect.signature(called, eval_str=True)
-    except NameError:  # annotations that are imported for type checkers alone
-        signature = inspect.signature(called)
-    found = dict(signature.parameters)
-    if inspect.isclass(target):
-        found.pop(next(iter(found)))
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: p for name, p in found.items() if p.kind in kinds}
-
-
-def _toml_type(hint: Any, default: Any = None) -> Any:
-    """The part of a type that TOML and a command line can give; None if there is none."""
-    if hint is inspect.Parameter.empty or isinstance(hint, str):
-        return type(default) if isinstance(default, SCALARS) else (bool | int | float | str | None)
-    if hint in SCALARS or get_origin(hint) is Literal:
-        return hint
-    if get_origin(hint) in (tuple, list):
-        element = _toml_type(get_args(hint)[0])
-        return None if element is None else tuple[element, ...]
-    if get_origin(hint) not in (Union, types.UnionType):
-        return None
-    members = [member for member in map(_toml_type, get_args(hint)) if member is not None]
-    if float in members:  # of an array-like, say, which may be a bool, too
-        members = [member for member in members if member not in (bool, int)]
-    if members and type(None) in get_args(hint):
-        members.append(type(None))
-    return Union[tuple(members)] if members else None  # noqa: UP007
-
-
-def _extended(base: type, fields: list) -> Any:
-    return dataclasses.make_dataclass(
-        base.__name__, fields, bases=(base,), frozen=True, kw_only=True
-    )
-
-
-def _check_section(name: str, table: Any) -> None:
-    if not isinstance(table, dict):
-        home = _home(name)
-        mend = f"put it in [{home}]." if home else "put it in a section, or leave it out."
-        raise ValueError(f"key {name!r} stands outside the sections; {mend}")
-    if name not in SECTIONS:
-        near = _nearest(name, SECTIONS)
-        mend = f"did you mean [{near}]?" if near else f"the sections are {', '.join(SECTIONS)}."
-        raise ValueError(f"there is no section [{name}]; {mend}")
-
-
-def _home(key: str) -> str | None:
-    """The section that has a key of this name."""
-    homes = (s for s, kind in SECTIONS.items() if key in {f.name for f in dataclasses.fields(kind)})
-    return next(homes, None)
-
-
-def _parse_section(section: str, kind: type, table: dict[str, Any], absent: Any) -> Any:
-    hints = get_type_hints(kind)
-    for key in table:
-        if key not in hints:
-            raise ValueError(_unknown_key(section, key, list(hints)))
-    values = {key: _typed(value, hints[key], section, key) for key, value in table.items()}
-    for f in dataclasses.fields(kind):
-        if f.name in values or f.default is not f.default_factory:  # both MISSING where required
-            continue
-        if absent is ABSENT:
-            raise ValueError(
-                f"[{section}] lacks {f.name!r}, which {table['target']} needs; give it a value of "
-                f"type {_type_name(hints[f.name])}."
-            )
-        values[f.name] = absent
-    return kind(**values)
-
-
-def _unknown_key(section: str, key: str, keys: list[str]) -> str:
-    near, home = _nearest(key, keys), _home(key)
-    if home is not None and home != section:
-        mend = f"it belongs in [{home}]."
-    elif near is not None:
-        mend = f"did you mean {near!r}?"
-    else:
-        mend = f"its keys are {', '.join(keys)}."
-    return f"[{section}] has no key {key!r}; {mend}"
-
-
-def _typed(value: Any, hint: Any, section: str, key: str) -> Any:
-    """The value in its type: an integer may stand for a float, an array for a tuple."""
-    try:
-        return _convert(value, hint)
-    except TypeError as error:
-        raise ValueError(
-            f"[{section}] {key} is {value!r}, of type {type(value).__name__}; give it a value of "
-            f"type {_type_name(hint)}."
-        ) from error
-
-
-def _convert(value: Any, hint: Any) -> Any:
-    if hint is float and type(value) is int:
-        return float(value)
-    if hint in SCALARS and type(value) is hint:
-        return value
-    if get_origin(hint) is Literal and value in get_args(hint):
-        return value
-    if get_origin(hint) is tuple and isinstance(value, list):
-        return tuple(_convert(element, get_args(hint)[0]) for element in value)
-    if get_origin(hint) in (Union, types.UnionType):
-        for member in sorted(get_args(hint), key=lambda member: member is not type(value)):
-            try:
-                return _convert(value, member)
-            except TypeError:
-                continue
-    raise TypeError(hint)
-
-
-def _type_name(hint: Any) -> str:
-    if get_origin(hint) in (Union, types.UnionType):
-        members = [member for member in get_args(hint) if member is not type(None)]
-        return " or ".join(map(_type_name, members))
-    if get_origin(hint) is Literal:
-        return " or ".join(map(repr, get_args(hint)))
-    if get_origin(hint) is tuple:
-        return f"array of {_type_name(get_args(hint)[0])}"
-    return hint.__name__
-
-
-def _nearest(name: str, names: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(names), 1)), None)
-
-
-def _check_least(config: Any, section: str, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value >= least:
-            _refuse(config, section, name, f"use {least} or more")
-
-
-def _check_above(config: Any, section: str, bound: int, name: str) -> None:
-    if not getattr(config, name) > bound:
-        _refuse(config, section, name, f"use a number above {bound}")
-
-
-def _check_seed(config: Any, section: str) -> None:
-    if not 0 <= config.seed < 2**32:
-        _refuse(config, section, "seed", f"use 0 to {2**32 - 1}")
-
-
-def _refuse(config: Any, section: str, name: str, mend: str) -> None:
-    raise ValueError(f"[{section}] {name} is {getattr(config, name)!r}; {mend}.")

@@ -34,7 +34,7 @@ from jzero.report import Report
 from jzero.trees import abstract_leaves, check_against, named_leaves, param_tree, select, split
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Zero:
     """ZeRO over a mesh: says what is partitioned, and makes the functions that keep it so.
 
@@ -53,18 +53,21 @@ class Zero:
 
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
 
-    >>> mesh = make_mesh()  # doctest: +SKIP
-    >>> tx = Zero(mesh, stage=1).optimizer(optax.adamw(3e-4))  # doctest: +SKIP
+    >>> zero = Zero(meshes.make_mesh(), stage=1)
+    >>> tx = zero.optimizer(optax.adamw(3e-4))
+    >>> moments = tx.init({"w": jnp.ones((64, 8))})[0].mu
+    >>> moments["w"].addressable_shards[0].data.size * zero.num_shards
+    512
     """
 
     mesh: Mesh
     stage: int
     axes: Sequence[str] | str | None = dataclasses.field(default=None, kw_only=True)
     state_axes: Sequence[str] | str | None = dataclasses.field(default=None, kw_only=True)
-    like: Any = dataclasses.field(default=None, kw_only=True, repr=False, compare=False)
+    like: Any = dataclasses.field(default=None, kw_only=True, repr=False)
     reduce_dtype: Any = dataclasses.field(default=None, kw_only=True)
     min_size: int = dataclasses.field(default=0, kw_only=True)
-    _memo: Memo = dataclasses.field(default=None, init=False, repr=False, compare=False)  # type: ignore
+    _memo: Memo = dataclasses.field(default=None, init=False, repr=False)  # type: ignore
 
     def __post_init__(self) -> None:
         _check(self)

@@ -7,6 +7,7 @@ report's, which the tests hold to the compiled collectives. Nothing is trained.
 """
 
 import argparse
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jzero.terminal import format_bytes
 from models.gpt2 import GPT2
 
 
-def measure(stage: int, sizes: dict[str, int], rows_per_device: int) -> tuple[str, ...]:
+def measure(stage: int, sizes: dict[str, Any], rows_per_device: int) -> tuple[str, ...]:
     """Compiles one training step; returns a row of the table."""
     model = nnx.eval_shape(lambda: GPT2(**sizes, rngs=nnx.Rngs(0)))
     zero = jzero.Zero(jzero.make_mesh(), stage, like=model)
@@ -38,6 +39,7 @@ def measure(stage: int, sizes: dict[str, int], rows_per_device: int) -> tuple[st
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, tokens).compile()
     memory, report = compiled.memory_analysis(), zero.report(model, tx)
+    assert memory is not None
     psi = 4 * report.num_params * (zero.num_shards - 1) / zero.num_shards
     return (
         str(stage),
@@ -51,7 +53,7 @@ def measure(stage: int, sizes: dict[str, int], rows_per_device: int) -> tuple[st
 
 def main() -> None:
     """Compiles all four stages and prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Compile and compare the stages.")
     parser.add_argument("--num-devices", type=int, default=8, help="virtual CPU devices")
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--embed-dim", type=int, default=768)
@@ -62,7 +64,13 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", args.num_devices)
     keys = ("num_layers", "embed_dim", "num_heads", "num_positions")
     sizes = {key: getattr(args, key) for key in keys}
-    names = ("stage", "parameters", "optimizer state", "at rest (compiled)", "temporaries (compiled)")
+    names = (
+        "stage",
+        "parameters",
+        "optimizer state",
+        "at rest (compiled)",
+        "temporaries (compiled)",
+    )
     print("| " + " | ".join((*names, "sent, in (N-1)/N Psi")) + " |")
     print("|" + "---|" * 6)
     for stage in range(4):

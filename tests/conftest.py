@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices stand in for a node; rank promotion raises; warnings are errors (pyproject)."""
+"""Eight virtual CPU devices stand in for a node, and rank promotion raises."""
 
 import os
 

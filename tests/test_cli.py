@@ -5,10 +5,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jax
 import pytest
 
 from jzero.cli import main, parse_arguments
-from jzero.config import own_arguments
+from jzero.schema import own_arguments
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 SIZES = {"gpt2_124m": "124.4M", "gpt2_355m": "354.8M", "gpt2_774m": "774.0M", "gpt2_1558m": "1.6B"}
@@ -44,6 +45,14 @@ class Table(nnx.Module):
     def __call__(self, tokens):
         return jnp.take(self.table[...], tokens, axis=0) @ self.head[...]
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unoptimized():
+    """XLA compiles in half the time; what is claimed here is of the loop around the program."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
@@ -102,16 +111,24 @@ def test_another_optimizer_brings_its_own_flags(config_path):
     assert own_arguments(config.optimizer)["momentum"] == 0.9
 
 
-def test_a_model_of_the_users_is_trained_by_its_import_path(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def users_folder(tmp_path, monkeypatch) -> Path:
+    """The current directory: mine.toml names a model of the user's beside it."""
     (tmp_path / "my_table_model.py").write_text(textwrap.dedent(USER_MODEL))
     (tmp_path / "text.txt").write_text("all work and no play " * 100)
     toml = '[model]\ntarget = "my_table_model:Table"\n[data]\npath = "text.txt"\nseq_len = 8\n'
     (tmp_path / "mine.toml").write_text(toml)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
-    flags = ["--model.rows", "256", "--train.num_steps", "2", "--train.micro_batch", "1"]
-    assert main(["train", "mine.toml", *flags]) == 0
-    assert (tmp_path / "runs" / "mine" / "metrics.jsonl").exists()
+    return tmp_path
+
+
+USERS_FLAGS = ["--model.rows", "256", "--train.num_steps", "2", "--train.micro_batch", "1"]
+
+
+def test_a_model_of_the_users_is_trained_by_its_import_path(users_folder, capsys):
+    assert main(["train", "mine.toml", *USERS_FLAGS]) == 0
+    assert (users_folder / "runs" / "mine" / "metrics.jsonl").exists()
     assert main(["train", "mine.toml"]) == 2  # without the argument that has no default
     assert "--model.rows" in capsys.readouterr().err
 
@@ -143,9 +160,10 @@ def test_what_a_user_can_mend_is_one_message_on_stderr_and_exit_status_2(
     assert out == ""
 
 
-def test_a_loss_that_is_not_finite_is_exit_status_1(config_path, capsys):
+@pytest.mark.usefixtures("users_folder")
+def test_a_loss_that_is_not_finite_is_exit_status_1(capsys):
     flags = ["--optimizer.name", "sgd", "--optimizer.learning_rate", "1e30"]
-    assert main(["train", config_path, *flags, "--train.num_steps", "4"]) == 1
+    assert main(["train", "mine.toml", *USERS_FLAGS, *flags, "--train.num_steps", "4"]) == 1
     err = capsys.readouterr().err
     assert re.fullmatch(r"jzero train: step \d: the loss is nan; lower .*\n", err)
 

@@ -1,4 +1,4 @@
-"""What the compiler did: collectives, bytes at rest, donated bytes and temporaries against the law."""
+"""What the compiler did, against the law: collectives, bytes at rest, donation, temporaries."""
 
 import functools
 
@@ -145,7 +145,7 @@ def test_no_whole_gradient_lives_beyond_its_layer(stage, lend):
 
 @functools.cache
 def temp(stage, lend, num_layers):
-    """Temporary bytes of the gradient program; `lend` None replaces gradients by zeros of shard shape."""
+    """Temporary bytes of the gradient program; `lend` None: gradients are zeros of shard shape."""
     model = nnx.eval_shape(lambda: make(num_layers))
     zero = jzero.Zero(jzero.make_mesh(), stage, like=model)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)

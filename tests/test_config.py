@@ -13,14 +13,13 @@ from jzero.config import (
     OptimizerConfig,
     PrecisionConfig,
     TrainConfig,
-    find_optimizer,
     load_config,
-    model_factory,
     optimizer_section,
-    own_arguments,
     parse_config,
     profile_steps,
 )
+from jzero.recipe import model_factory
+from jzero.schema import find_optimizer, own_arguments
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 NUM_PARAMS = {"124m": 124_439_808, "355m": 354_823_168, "774m": 774_030_080, "1558m": 1_557_611_200}

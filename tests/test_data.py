@@ -1,4 +1,4 @@
-"""jzero.data: what is read, in which order, and what is refused."""
+"""jzero.tokens and jzero.data: what is read, in which order, and what is refused."""
 
 import hashlib
 import itertools
@@ -11,14 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jzero import data
-from jzero.data import (
-    Batches,
-    bigram_bits,
+from jzero.data import Batches, bigram_bits, prefetch
+from jzero.tokens import (
+    _stdlib_files,
     check_vocab,
     list_files,
     open_tokens,
-    prefetch,
     split,
     write_llmc_bin,
     write_nanogpt_bin,
@@ -62,7 +60,7 @@ def test_llmc_file_is_256_int32_of_header_then_uint16(tmp_path):
 
 @pytest.mark.parametrize(("write", "hint"), [(write_nanogpt_bin, None), (write_llmc_bin, 50257)])
 def test_what_is_written_is_read_back(tmp_path, write, hint, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK", 7)  # several pieces
+    monkeypatch.setattr("jzero.tokens.CHUNK", 7)  # several pieces
     ids = np.random.default_rng(0).integers(0, 65536, 100)
     write(tmp_path / "a.bin", ids)
     tokens = open_tokens(str(tmp_path / "a.bin"))
@@ -155,7 +153,7 @@ def test_stdlib_corpus_order_does_not_depend_on_where_python_lives(tmp_path):
             (tmp_path / root / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / root / name).write_text(name)
     one, two = (
-        [f.relative_to(tmp_path / root).as_posix() for f in data._stdlib_files(tmp_path / root)]
+        [f.relative_to(tmp_path / root).as_posix() for f in _stdlib_files(tmp_path / root)]
         for root in ("one", "two")
     )
     assert one == two
@@ -239,7 +237,7 @@ def test_cap_is_refused_where_it_means_nothing(tmp_path, counting):
 
 def test_python_without_sources_is_refused(tmp_path):
     with refuses("no .py sources below", str(tmp_path), "use a Python that ships them"):
-        data._stdlib_files(tmp_path)
+        _stdlib_files(tmp_path)
 
 
 @pytest.mark.parametrize("write", [write_nanogpt_bin, write_llmc_bin])
@@ -260,7 +258,7 @@ def test_ids_that_do_not_fit_are_refused_and_no_file_is_left(tmp_path, write, id
 
 
 def test_position_of_a_bad_id_counts_from_the_start_of_the_stream(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK", 4)
+    monkeypatch.setattr("jzero.tokens.CHUNK", 4)
     with refuses("id 70000 at position 9"):
         write_nanogpt_bin(tmp_path / "a.bin", [1] * 9 + [70000])
 
@@ -287,7 +285,7 @@ def test_split_that_leaves_a_side_empty_is_refused(counting, fraction):
 
 
 def test_vocabulary_check_names_file_position_id_and_need(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK", 4)
+    monkeypatch.setattr("jzero.tokens.CHUNK", 4)
     write_nanogpt_bin(tmp_path / "a.bin", [1, 2, 3])
     write_nanogpt_bin(tmp_path / "b.bin", [1, 2, 3, 1, 2, 3, 60, 1, 1, 99, 1, 1, 1])
     tokens = open_tokens(str(tmp_path))
@@ -333,7 +331,8 @@ def test_bigram_bits_equal_the_figure_by_hand(tmp_path):
 def test_bigram_bits_do_not_depend_on_the_chunk(tmp_path, monkeypatch):
     train, val = split(text(tmp_path / "a.txt", b"the cat sat on the mat. " * 20), 0.2)
     whole = bigram_bits(train, val)
-    monkeypatch.setattr(data, "CHUNK", 7)
+    monkeypatch.setattr("jzero.tokens.CHUNK", 7)
+    monkeypatch.setattr("jzero.data.CHUNK", 7)
     assert bigram_bits(train, val) == whole < 8
 
 

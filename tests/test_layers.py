@@ -88,7 +88,8 @@ def test_keys_reach_the_layers():
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_few_layers_work(num_layers):
     model = Model(nnx.Rngs(0), num_layers)
-    loss = lambda run: lambda m, b: (run(lambda l, x, k: block(l, x, k)[0], m.layers, b) ** 2).mean()  # fmt: skip
+    layer = lambda l, x, key: block(l, x, key)[0]
+    loss = lambda run: lambda m, b: (run(layer, m.layers, b) ** 2).mean()
     want = jzero.Zero(jzero.make_mesh(), 0, like=model)
     want_value, want_grads = want.value_and_grad(loss(plain_run_layers))(want.place(model), rows())
     zero = jzero.Zero(jzero.make_mesh(), 3, like=model)
@@ -126,7 +127,8 @@ def test_apply_runs_the_lent_loop_without_gradients():
 def test_the_loop_gathers_ahead_and_reduces_behind(stage, in_loop):
     model = Model(nnx.Rngs(0), 5)
     zero = jzero.Zero(jzero.make_mesh(), stage, like=model)
-    loss = lambda m, b: (zero.run_layers(lambda l, x, k: x @ l.w[...], m.layers, b) ** 2).mean()  # fmt: skip
+    layer = lambda l, x, key: x @ l.w[...]
+    loss = lambda m, b: (zero.run_layers(layer, m.layers, b) ** 2).mean()
     placed = zero.place(model)
     text = jax.jit(zero.value_and_grad(loss)).lower(placed, rows()).compile().as_text()
     rows_ = [r for r in program.collectives(text) if r.elements == DIM * DIM]

@@ -1,4 +1,4 @@
-"""Whole training equals un-partitioned optax on one device, at every stage and number of devices."""
+"""Whole training equals plain optax on one device, at every stage and number of devices."""
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ def test_elementwise_update_equals_plain_optax_bitwise(stage):
 
 
 def trained_on(tx, params, grads):
-    """Updates and additions are compiled apart: in one program XLA may fuse them to one rounding."""
+    """Compiles updates and additions apart: in one program XLA may round them once, fused."""
     update, apply_updates = jax.jit(tx.update), jax.jit(optax.apply_updates)
     state = tx.init(params)
     for g in grads:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jzero.data import open_tokens
+from jzero.tokens import open_tokens
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "prepare_data.py"

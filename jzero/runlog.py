@@ -1,0 +1,244 @@
+"""What a run says of itself: the table before it starts, its metrics and lines, its traces."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jzero.config import TrainConfig, profile_steps
+from jzero.data import Corpus
+from jzero.metrics import METRICS_FILE, MetricsWriter
+from jzero.recipe import Setup
+from jzero.schema import own_arguments
+from jzero.terminal import (
+    Progress,
+    StepLine,
+    format_bytes,
+    format_count,
+    peak_flops,
+    train_flops_per_token,
+)
+from jzero.trees import abstract_leaves
+
+
+@dataclass
+class Log:
+    """Losses that are still on the devices, the clock, and where both are written."""
+
+    progress: Progress
+    writer: MetricsWriter | None  # None on all processes but the first
+    num_steps: int
+    log_every: int
+    tokens_per_step: int
+    flops_per_token: float | None  # None where they are not told, as on a CPU
+    peak_flops: float | None
+    lag: int  # steps in flight while an earlier one is printed
+    pending: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    since: float = field(default_factory=time.perf_counter)
+    wait_s: float = 0.0
+    last_loss: float = math.nan
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes."""
+        return self.writer is not None
+
+    def __enter__(self) -> "Log":
+        self.progress.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.progress.__exit__(*exception)
+        if self.writer is not None:
+            self.writer.close()
+
+    def print(self, text: str) -> None:
+        """A line above the bar."""
+        self.progress.line(text)
+
+    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Takes what a step measured, as device arrays; prints where an interval is over."""
+        self.pending.append((step, metrics))
+        self.progress.advance(step)
+        if step == 1 or (step > self.lag and (step - self.lag) % self.log_every == 0):
+            self.flush(max(step - self.lag, 1))
+
+    def flush(self, last: int) -> None:
+        """Fetches and writes what steps up to `last` measured, and prints a line.
+
+        Raises:
+          FloatingPointError: one of the losses is not finite.
+        """
+        done = [entry for entry in self.pending if entry[0] <= last]
+        if not done:
+            return
+        self.pending = self.pending[len(done) :]
+        rows = [(step, jax.device_get(metrics)) for step, metrics in done]
+        seconds, wait_s = time.perf_counter() - self.since, self.wait_s
+        for step, row in rows:
+            self._write(step, **row)
+            self.last_loss = float(row["loss"])
+            if not math.isfinite(self.last_loss):
+                raise FloatingPointError(
+                    f"step {step}: the loss is {self.last_loss}; lower optimizer.learning_rate, "
+                    "lengthen warmup_steps, or set clip_norm."
+                )
+        if last == 1:
+            self.print(f"step 1 compiled and done in {seconds:.1f} s")
+        line = self._step_line(*rows[-1], seconds / len(rows), wait_s / len(rows))
+        self.print(line.format())
+        if last > 1:
+            self._write(last, step_ms=line.step_ms, tokens_per_s=line.tokens_per_s)
+        self._restart()
+
+    def write_validation(self, step: int, loss: float) -> float:
+        """Writes and prints a validation loss (nats per token), and returns it."""
+        self._write(step, val_loss=loss)
+        self.print(f"step {step:5d}/{self.num_steps} | validation loss {loss:.4f}")
+        self._restart()
+        return loss
+
+    def _write(self, step: int, **scalars: Any) -> None:
+        if self.writer is not None:
+            self.writer.write(step, **scalars)
+
+    def _restart(self) -> None:
+        self.since, self.wait_s = time.perf_counter(), 0.0
+
+    def _step_line(self, step: int, row: dict[str, Any], step_s: float, wait_s: float) -> StepLine:
+        tokens_per_s = self.tokens_per_step / step_s
+        flops = None
+        if self.flops_per_token is not None:
+            flops = self.flops_per_token * tokens_per_s / jax.device_count()
+        stats = jax.local_devices()[0].memory_stats() or {}
+        return StepLine(
+            step=step,
+            num_steps=self.num_steps,
+            loss=float(row["loss"]),
+            grad_norm=float(row["grad_norm"]),
+            lr=float(row["lr"]),
+            step_ms=1e3 * step_s,
+            wait_ms=1e3 * wait_s,
+            tokens_per_s=tokens_per_s,
+            tflops=None if flops is None else flops / 1e12,
+            mfu=flops / self.peak_flops if flops and self.peak_flops else None,
+            memory_bytes=stats.get("peak_bytes_in_use"),
+            eta_s=None if step == 1 else step_s * (self.num_steps - step),
+        )
+
+
+def open_log(setup: Setup, console: Console, is_first: bool) -> Log:
+    """The log of a run, and its metrics file; only the first process writes."""
+    config, device = setup.config, jax.devices()[0]
+    settings, is_cpu = config.train, device.platform == "cpu"
+    global_rows = setup.rows * settings.num_microbatches
+    return Log(
+        progress=Progress(settings.num_steps, console=console),
+        writer=open_writer(settings) if is_first else None,
+        num_steps=settings.num_steps,
+        log_every=settings.log_every,
+        tokens_per_step=global_rows * config.data.seq_len,
+        flops_per_token=None if is_cpu else _flops_per_token(setup),
+        peak_flops=peak_flops(device.device_kind, _dtypes(setup)["compute"]),
+        lag=0 if is_cpu else 1,
+    )
+
+
+def open_writer(settings: TrainConfig) -> MetricsWriter:
+    """A new metrics file; an earlier run's is kept beside it."""
+    path = Path(settings.out_dir) / METRICS_FILE
+    if path.exists():
+        path.replace(path.with_suffix(".previous.jsonl"))
+    wandb = {"project": settings.wandb} if settings.wandb else None
+    return MetricsWriter(settings.out_dir, tensorboard=settings.tensorboard, wandb=wandb)
+
+
+@dataclass
+class Tracer:
+    """Writes a jax.profiler trace of the steps that were asked for."""
+
+    settings: TrainConfig
+    is_first: bool
+
+    def _steps(self) -> tuple[int, int]:
+        profile = self.settings.profile if self.is_first else ""
+        return profile_steps(profile, self.settings.num_steps) if profile else (0, 0)
+
+    def before(self, step: int, state: Any) -> None:
+        """Starts at the first step, once earlier ones are done."""
+        if step == self._steps()[0]:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(str(Path(self.settings.out_dir) / "profile"))
+
+    def after(self, step: int, state: Any) -> None:
+        """Stops after the last step, once it is done."""
+        if step == self._steps()[1]:
+            jax.block_until_ready(state)
+            jax.profiler.stop_trace()
+
+
+def start_rows(setup: Setup, corpus: Corpus) -> list[tuple[str, str]]:
+    """Rows of the start-up table: all that follows from the configuration before a step is run."""
+    config, zero = setup.config, setup.zero
+    settings, mesh = config.train, zero.mesh
+    report = zero.report(setup.abstract, setup.tx)
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    shards, global_rows = setup.rows // settings.micro_batch, setup.rows * settings.num_microbatches
+    flops, dtypes = _flops_per_token(setup), _dtypes(setup)
+    num_params = _num_params(setup)
+    memory = {
+        "parameters": report.params_bytes,
+        "gradients": report.grads_bytes,
+        "optimizer state": report.state_bytes,
+    }
+    sent = report.wire(settings.num_microbatches)
+    bigram = corpus.bigram_bits
+    return [
+        ("model", config.model.target),
+        ("mesh", f"{axes} = {mesh.size} devices ({mesh.devices.flat[0].device_kind})"),
+        ("ZeRO", f"stage {zero.stage} over {' x '.join(zero.axes or ())}"),
+        ("parameters", f"{num_params:,} ({format_count(num_params)})"),
+        ("a device holds", ", ".join(f"{k} {format_bytes(v)}" for k, v in memory.items())),
+        ("a device sends", f"{format_bytes(sent)} a step"),
+        (
+            "batch",
+            f"micro_batch {settings.micro_batch} x num_microbatches {settings.num_microbatches} x "
+            f"{shards} data shards = {global_rows} rows of {config.data.seq_len} tokens "
+            f"= {global_rows * config.data.seq_len:,} tokens a step",
+        ),
+        ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
+        ("optimizer", f"{config.optimizer.name}, {config.optimizer.schedule} schedule"),
+        (
+            "data",
+            f"{config.data.path}: {corpus.train.size:,} tokens to train, {corpus.val.size:,} to "
+            + ("validate" if bigram is None else f"validate (byte bigram: {bigram:.3f} bits)"),
+        ),
+        ("FLOPs", f"{format_count(flops)} a token: 6 N + 12 L d T, as PaLM counts; remat is not"),
+        ("output", settings.out_dir),
+    ]
+
+
+def _num_params(setup: Setup) -> int:
+    return sum(math.prod(x.shape) for x in abstract_leaves(setup.abstract).values())
+
+
+def _flops_per_token(setup: Setup) -> float:
+    """FLOPs of the model; of attention, too, where its arguments tell layers and width."""
+    arguments = own_arguments(setup.config.model)
+    num_layers, dim = arguments.get("num_layers", 0), arguments.get("embed_dim", 0)
+    return train_flops_per_token(
+        _num_params(setup), num_layers, setup.config.data.seq_len, embed_dim=dim
+    )
+
+
+def _dtypes(setup: Setup) -> dict[str, str]:
+    stored = {str(np.dtype(x.dtype)) for x in abstract_leaves(setup.abstract).values()}
+    params = " and ".join(sorted(stored))
+    precision = setup.config.precision
+    computed = precision.compute_dtype or getattr(setup.abstract, "compute_dtype", None) or params
+    return {"params": params, "compute": str(computed), "reduce": precision.reduce_dtype or params}
