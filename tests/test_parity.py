@@ -1,5 +1,7 @@
 """Whole training equals plain optax on one device, at every stage and number of devices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +22,16 @@ LOSS_32, PARAMS_32 = 1e-5, 0.02 * LR
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(LR, eps=EPS))
 
 
-def compare(num_devices, stage, dtype, *, num_microbatches=1, lend=False, tx=CLIPPED, num_steps=20):
+@functools.cache
+def reference(num_devices, dtype, tx, num_steps):
+    """The model, its batches, and what plain optax on one device makes of them."""
     model = toys.Toy(jax.random.key(0), dtype)
     batches = toys.toy_batches(num_steps, 2 * num_devices)
-    losses, params = toys.plain_training(model, toys.toy_loss, tx, batches)
+    return model, batches, *toys.plain_training(model, toys.toy_loss, tx, batches)
+
+
+def compare(num_devices, stage, dtype, *, num_microbatches=1, lend=False, tx=CLIPPED, num_steps=20):
+    model, batches, losses, params = reference(num_devices, dtype, tx, num_steps)
     zero = jzero.Zero(toys.data_mesh(num_devices), stage, like=model)
     run_layers = zero.run_layers if lend else None
 

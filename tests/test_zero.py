@@ -1,6 +1,7 @@
 """The public surface of Zero: placing, viewing, reporting, and what it refuses."""
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +118,8 @@ def _memory(fn, *args):
 
 @EXPLICIT
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_five_steps_change_no_layout_and_compile_once(stage, is_explicit):
+@pytest.mark.parametrize("start", ["place", "init"])
+def test_five_steps_change_no_layout_and_compile_once(start, stage, is_explicit):
     params = arrays()
     zero = jzero.Zero(mesh_of(is_explicit), stage, like=params)
     tx = zero.optimizer(optax.adamw(1e-3))
@@ -129,7 +131,8 @@ def test_five_steps_change_no_layout_and_compile_once(stage, is_explicit):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    params = zero.place(params)
+    make = functools.partial(jax.tree.map, jnp.asarray, params)
+    params = zero.place(params) if start == "place" else zero.init(make)
     state = tx.init(params)
     before = _description((params, state))
     for _ in range(5):
