@@ -65,6 +65,15 @@ def test_parameters_are_logical_and_replicated_at_rest_below_stage_3(stage):
     assert all(x.sharding.is_fully_replicated for x in placed.values())
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_donating_what_was_placed_leaves_the_original_alive(stage):
+    original = jax.tree.map(jnp.asarray, arrays())
+    zero = jzero.Zero(jzero.make_mesh(), stage, like=original)
+    double = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p), donate_argnums=0)
+    double(zero.place(zero.place(original)))
+    assert toys.max_difference(original, arrays()) == 0
+
+
 def test_place_takes_what_is_already_at_rest():
     zero = jzero.Zero(jzero.make_mesh(), 3, like=arrays())
     again = zero.place(zero.place(arrays()))
