@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -104,6 +105,14 @@ def named_sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
     if is_explicit(mesh):
         spec = P(*spec, *(None,) * (ndim - len(spec)))
     return NamedSharding(mesh, spec)
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Puts an array on devices in buffers of its own, so that donating them leaves `x` alive.
+
+    `device_put` shares the buffer of the device that `x` is on, even with may_alias=False.
+    """
+    return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else x, sharding)
 
 
 def with_auto_axes(mesh: Mesh, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:

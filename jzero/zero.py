@@ -186,10 +186,7 @@ class Zero:
         leaves, treedef = named_leaves(tree)
         placed = [self._place_leaf(x, layout[name]) for name, x in leaves.items()]
         state = jax.tree.map(
-            lambda x: jax.device_put(
-                x, meshes.named_sharding(self.mesh, P(), x.ndim), may_alias=False
-            ),
-            state,
+            lambda x: meshes.put(x, meshes.named_sharding(self.mesh, P(), x.ndim)), state
         )
         self._memo.has_placed = True
         return _whole(graphdef, jax.tree.unflatten(treedef, placed), state)
@@ -197,7 +194,7 @@ class Zero:
     def _place_leaf(self, x: Any, leaf: Leaf) -> jax.Array:
         sharding = self._rest_sharding(leaf)
         if not self._cuts_params or leaf.dim is None or tuple(x.shape) == leaf.rest_shape:
-            return jax.device_put(x, sharding, may_alias=False)  # the caller may donate it
+            return meshes.put(x, sharding)
         host = np.asarray(x)
 
         def shard(index: Any) -> np.ndarray:
