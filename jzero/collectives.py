@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jzero.layout import Leaf, is_floating
 
 READ = "jzero_read"
+DIFFERENTIATED = "jzero_differentiated"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +51,19 @@ def reduce_scatter(grad: jax.Array, wire: Wire) -> jax.Array:
     dim = _dim(grad, wire.leaf)
     if wire.leaf.padding:
         grad = jnp.pad(grad, [(0, wire.leaf.padding * (d == dim)) for d in range(grad.ndim)])
-    grad = grad if wire.reduce_dtype is None else grad.astype(wire.reduce_dtype)
+    grad = _to_send(grad, wire.reduce_dtype)
     return jax.lax.psum_scatter(grad, wire.axes, scatter_dimension=dim, tiled=True)
 
 
 def all_reduce(grad: jax.Array, axes: tuple[str, ...], reduce_dtype: Any = None) -> jax.Array:
     """Sums over `axes`, sent in `reduce_dtype`."""
-    return jax.lax.psum(grad if reduce_dtype is None else grad.astype(reduce_dtype), axes)
+    return jax.lax.psum(_to_send(grad, reduce_dtype), axes)
+
+
+def _to_send(grad: jax.Array, reduce_dtype: Any) -> jax.Array:
+    """Casts a local sum to the dtype it travels in; complex ones keep theirs."""
+    is_complex = jnp.issubdtype(grad.dtype, jnp.complexfloating)
+    return grad if reduce_dtype is None or is_complex else grad.astype(reduce_dtype)
 
 
 def _cut_size(leaf: Leaf) -> int:
@@ -155,14 +162,37 @@ def read_hook(variable: nnx.Variable, value: Any) -> Any:
 def mark_hook(variable: nnx.Variable, value: Any) -> Any:
     """The hook of the recording pass: marks where a parameter is read."""
     del variable
-    if isinstance(value, Held):
-        return read(value)
     return mark_read(value) if is_floating(value.dtype) else value
 
 
+@jax.custom_jvp
 def mark_read(value: jax.Array) -> jax.Array:
-    """Marks a read of a parameter in the traced program."""
-    return checkpoint_name(value, READ)
+    """Marks a read of a parameter in the traced program, with the number of dims the reader sees.
+
+    Differentiating through it marks the parameter as one that the loss itself differentiates by.
+    """
+    return checkpoint_name(value, f"{READ}.{value.ndim}")
+
+
+@mark_read.defjvp
+def _mark_read_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (value,), (tangent,) = primals, tangents
+    checkpoint_name(value, DIFFERENTIATED)
+    return mark_read(value), tangent
+
+
+@jax.custom_jvp
+def mark_stream(x: Any, weights: Any) -> Any:
+    """The identity on `x`; differentiating through it marks `weights`, as `mark_read` does."""
+    del weights
+    return x
+
+
+@mark_stream.defjvp
+def _mark_stream_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    for weight in jax.tree.leaves(primals[1]):
+        checkpoint_name(weight, DIFFERENTIATED)
+    return primals[0], tangents[0]
 
 
 def with_hook(state: Any, hook: Any) -> Any:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jzero import mesh as meshes
 from jzero.collectives import all_reduce, read_hook, reduce_scatter
 from jzero.layout import Leaf, P, is_floating
-from jzero.losses import Inputs, Loss, Place, combine_outputs
+from jzero.losses import Inputs, Loss, Place, Reads, combine_outputs
 from jzero.trees import leaf_name
 
 
@@ -96,8 +96,10 @@ def _join_microbatches(x: jax.Array) -> jax.Array:
 
 
 def _grads_of_microbatch(
-    loss: Loss, acc: Accumulation, values: Sequence[Any], on_read: Sequence[bool], inputs: Inputs
+    loss: Loss, acc: Accumulation, values: Sequence[Any], on_read: Reads, inputs: Inputs
 ) -> tuple[Any, Any, list[Any], Any]:
+    inputs = dataclasses.replace(inputs, frozen=loss.hold_frozen(inputs.frozen, on_read))
+
     def loss_of(taps: Sequence[Any]) -> Any:
         given = iter(taps)
         taps = [next(given) if is_floating(leaf.dtype) else None for leaf in loss.leaves]
@@ -195,6 +197,7 @@ def reduced_apply(
         mine = inputs.folded(jax.lax.axis_index(place.data_axes), batch_argnums)
         on_read = loss.plan(values, mine)
         held = loss.hold(values, [None] * len(values), on_read)
+        mine = dataclasses.replace(mine, frozen=loss.hold_frozen(mine.frozen, on_read))
         out, _ = loss.call(held, mine, read_hook)
         scalars, arrays, back = combine_outputs(out, place.data_axes, rows, "the function")
         restore.append(back)

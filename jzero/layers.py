@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jzero.collectives import mark_read, read
+from jzero.collectives import mark_read, mark_stream, read
 from jzero.prefetch import Loop
 from jzero.stack import Stack, is_held, remat_policy
 
@@ -61,7 +61,7 @@ def run_layers(
         raise ValueError(f"remat {remat!r} is unknown; use one of {', '.join(map(repr, REMATS))}.")
     stack = Stack.of(block_fn, layers, keys, has_aux)
     is_cut = any(held is not None for held in stack.helds)
-    run = Loop(stack, remat_policy(stack, remat)) if is_cut else _plain(stack, remat)
+    run = Loop.of(stack, remat_policy(stack, remat), x) if is_cut else _plain(stack, remat)
     x, aux, state = run(x)
     if stack.graphdef is not None:
         nnx.update(layers, state)
@@ -82,6 +82,7 @@ def _plain(stack: Stack, remat: str) -> Callable[[Any], Any]:
         step = jax.checkpoint(step, policy=remat_policy(stack, remat), prevent_cse=False)
 
     def run(x: Any) -> Any:
+        x = mark_stream(x, stack.values)
         x, (aux, state) = jax.lax.scan(step, x, (stack.values, stack.extras))
         return x, aux, state
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -120,6 +120,9 @@ def _mean_or_sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(x.astype(jnp.int32) if x.dtype == bool else x, axes)
 
 
+Reads = Mapping[str, bool]  # by parameter: whether it is gathered where it is read
+
+
 @dataclasses.dataclass(frozen=True)
 class Loss:
     """A user's function of parameters as one device calls it: which leaves arrive how.
@@ -154,54 +157,59 @@ class Loss:
         tree = jax.tree.unflatten(self.treedef, values)
         if self.graphdef is None:
             return self.fn(tree, *inputs.args), None
-        frozen = self._hold_frozen(inputs.frozen)
-        hooked = [with_hook(part, hook) for part in (tree, frozen, inputs.state)]
+        hooked = [with_hook(part, hook) for part in (tree, inputs.frozen, inputs.state)]
         module = merge(self.graphdef, *hooked)
         out = self.fn(module, *inputs.args)
         return out, _state_like(inputs.state, module)
 
-    def _hold_frozen(self, frozen: Any) -> Any:
-        if not self.place.stage.params:
-            return frozen
-
-        def hold(path: Any, x: Any) -> Any:
-            leaf = self.layout[leaf_name(path)]
-            return x if leaf.dim is None else Held(x, None, self.place.wire(leaf))
-
-        return jax.tree_util.tree_map_with_path(hold, frozen)
-
-    def hold(
-        self, values: Sequence[Any], taps: Sequence[Any], on_read: Sequence[bool]
-    ) -> list[Any]:
+    def hold(self, values: Sequence[Any], taps: Sequence[Any], on_read: Reads) -> list[Any]:
         """What the function is given for each parameter: held, or read once before the loss."""
         out = []
-        for leaf, value, tap, later in zip(self.leaves, values, taps, on_read, strict=True):
+        for leaf, value, tap in zip(self.leaves, values, taps, strict=True):
             if self.is_born_cut(leaf):
-                held = Held(value, tap, self.place.wire(leaf))
-                out.append(held if later else read(held))
+                out.append(self._held(leaf, value, tap, on_read))
             else:
                 out.append(value if tap is None else tap)
         return out
 
-    def plan(self, values: Sequence[Any], inputs: Inputs) -> list[bool]:
+    def hold_frozen(self, frozen: Any, on_read: Reads) -> Any:
+        """The same for the parameters of a module that get no gradient."""
+        return self._map_frozen(frozen, lambda leaf, x: self._held(leaf, x, None, on_read))
+
+    def _held(self, leaf: Leaf, value: Any, tap: Any, on_read: Reads) -> Any:
+        held = Held(value, tap, self.place.wire(leaf))
+        return held if on_read[leaf.name] else read(held)
+
+    def _map_frozen(self, frozen: Any, fn: Callable[[Leaf, Any], Any]) -> Any:
+        """Maps `fn` over the frozen parameters that are cut at rest."""
+
+        def visit(path: Any, x: Any) -> Any:
+            leaf = self.layout[leaf_name(path)]
+            return fn(leaf, x) if self.place.stage.params and leaf.dim is not None else x
+
+        return jax.tree_util.tree_map_with_path(visit, frozen)
+
+    def plan(self, values: Sequence[Any], inputs: Inputs) -> Reads:
         """Traces the function once and says which parameters are gathered where they are read.
 
         Raises:
           ValueError: where the function constrains what is already split by hand.
         """
         cut = [leaf for leaf in self.leaves if self.is_born_cut(leaf)]
+        self._map_frozen(inputs.frozen, lambda leaf, _: cut.append(leaf))
 
         def call(wholes: Sequence[Any]) -> Any:
             given = {leaf.name: w for leaf, w in zip(cut, wholes, strict=True)}
             whole = [given.get(n, v) for n, v in zip(self.names, values, strict=True)]
-            out, _ = self.call(whole, inputs, mark_hook)
+            frozen = self._map_frozen(inputs.frozen, lambda leaf, _: given[leaf.name])
+            out, _ = self.call(whole, dataclasses.replace(inputs, frozen=frozen), mark_hook)
             return jax.tree.leaves(out)
 
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in cut]
         jaxpr = _trace_without_constraints(call, shapes, self.place.data_axes)
         on_read = {leaf.name: r for leaf, r in zip(cut, plan_reads(jaxpr, cut), strict=True)}
         self.note_reads(on_read)
-        return [on_read.get(name, False) for name in self.names]
+        return on_read
 
 
 def _trace_without_constraints(fn: Any, shapes: Sequence[Any], axes: tuple[str, ...]) -> Any:

@@ -230,7 +230,7 @@ def _check_state(state: Any, layout: Layout) -> None:
     bad = [f"{name} is missing" for name in layout if name not in leaves]
     bad += [f"{name} is unexpected" for name in leaves if name not in layout]
     for name in set(leaves) & set(layout):
-        shape = tuple(leaves[name].shape)
+        shape = jnp.shape(leaves[name])
         if shape != layout[name].rest_shape:
             bad.append(f"{name} has shape {shape}, not {layout[name].rest_shape}")
     if bad:

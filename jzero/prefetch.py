@@ -24,94 +24,117 @@ class Loop:
     Args:
       stack: the layers.
       policy: what the backward pass finds saved.
+      layer: one layer, closed over nothing: (weights, extras, x, *consts) -> ((x, aux), state).
+      consts: what the layer closed over and may be differentiated by: an encoder's output, say.
       structures: the static form of what was saved, from the forward trace to the backward one.
     """
 
     stack: Stack
     policy: Any
+    layer: Any
+    consts: tuple[Any, ...]
     structures: list[Any] = dataclasses.field(default_factory=list)
 
+    @classmethod
+    def of(cls, stack: Stack, policy: Any, x: Any) -> Loop:
+        """Prepares a run for inputs like `x`."""
+        weights = jax.eval_shape(lambda: stack.fetch(0))
+        extras = jax.eval_shape(lambda: jax.tree.map(lambda e: e[0], stack.extras))
+        layer, consts = jax.closure_convert(stack.layer, weights, extras, x)
+        return cls(stack, policy, layer, tuple(consts))
+
     def __call__(self, x: Any) -> Any:
-        """Runs all layers; returns (x, aux, state), differentiable by x and the taps."""
+        """Runs all layers; returns (x, aux, state), differentiable by x, the taps and consts."""
 
         @jax.custom_vjp
-        def run(diff: Any, x: Any, values: Any, extras: Any) -> Any:
+        def run(diff: Any, x: Any, consts: Any, values: Any, extras: Any) -> Any:
             del diff
-            return self._forward(self._with(values, extras), x, save=False)[0]
+            return self._with(values, extras, consts)._forward(x, save=False)[0]
 
-        def forward(diff: Any, x: Any, values: Any, extras: Any) -> Any:
+        def forward(diff: Any, x: Any, consts: Any, values: Any, extras: Any) -> Any:
             del diff
-            out, saved = self._forward(self._with(values, extras), x, save=True)
-            return out, (saved, values, extras)
+            out, saved = self._with(values, extras, consts)._forward(x, save=True)
+            return out, (saved, consts, values, extras)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            saved, values, extras = residuals
+            saved, consts, values, extras = residuals
             dx, daux, _ = cotangents
-            grads, dx = self._backward(self._with(values, extras), saved, dx, daux)
-            return grads, dx, None, None
+            grads, dx, dconsts = self._with(values, extras, consts)._backward(saved, dx, daux)
+            return grads, dx, dconsts, None, None
 
         run.defvjp(forward, backward)
         stack = self.stack
-        return run(stack.diff, x, stack.values, stack.extras)
+        return run(stack.diff, x, self.consts, stack.values, stack.extras)
 
-    def _with(self, values: Any, extras: Any) -> Stack:
-        return dataclasses.replace(self.stack, values=values, extras=extras)
+    def _with(self, values: Any, extras: Any, consts: Any) -> Loop:
+        stack = dataclasses.replace(self.stack, values=values, extras=extras)
+        return dataclasses.replace(self, stack=stack, consts=consts)
 
-    def _forward(self, stack: Stack, x: Any, *, save: bool) -> Any:
+    def _forward(self, x: Any, *, save: bool) -> Any:
+        stack = self.stack
+
         def step(carry: Any, inputs: Any) -> Any:
             x, weights = carry
             index, extras = inputs
             ahead = stack.fetch(index + 1)
-            (x, aux), saved, state = self._layer(stack, weights, extras, x, save)
+            (x, aux), saved, state = self._layer(weights, extras, x, save)
             return (x, ahead), (aux, state, saved)
 
         head, tail = _cut_last(stack.extras)
         rows = (jnp.arange(stack.num_layers - 1), head)
         (x, weights), (aux, state, saved) = jax.lax.scan(step, (x, stack.fetch(0)), rows)
-        (x, last_aux), saved_last, last_state = self._layer(stack, weights, tail, x, save)
+        (x, last_aux), saved_last, last_state = self._layer(weights, tail, x, save)
         aux, state = _append((aux, state), (last_aux, last_state))
         return (x, aux, state), (saved, saved_last, weights)
 
-    def _layer(self, stack: Stack, weights: Sequence[Any], extras: Any, x: Any, save: bool) -> Any:
+    def _layer(self, weights: Sequence[Any], extras: Any, x: Any, save: bool) -> Any:
         """One layer; returns ((x, aux), what its backward pass needs, its state)."""
         if not save:
-            out, state = stack.layer(weights, extras, x)
+            out, state = self.layer(weights, extras, x, *self.consts)
             return out, (), state
+        is_trained = self.stack.is_trained
 
-        def fn(trained: Sequence[Any], x: Any) -> Any:
+        def fn(trained: Sequence[Any], x: Any, consts: Any) -> Any:
             given = iter(trained)
-            pairs = zip(weights, stack.is_trained, strict=True)
-            return stack.layer([next(given) if t else w for w, t in pairs], extras, x)
+            pairs = zip(weights, is_trained, strict=True)
+            return self.layer([next(given) if t else w for w, t in pairs], extras, x, *consts)
 
-        trained = [w for w, t in zip(weights, stack.is_trained, strict=True) if t]
+        trained = [w for w, t in zip(weights, is_trained, strict=True) if t]
         fn = jax.checkpoint(fn, policy=self.policy, prevent_cse=False)
-        out, vjp, state = jax.vjp(fn, trained, x, has_aux=True)
-        saved, structure = _without(vjp, jax.tree.leaves((weights, extras)))
+        out, vjp, state = jax.vjp(fn, trained, x, self.consts, has_aux=True)
+        saved, structure = _without(vjp, self._known(weights, extras))
         self.structures.append(structure)
         return out, saved, state
 
-    def _vjp(self, saved: Any, weights: Sequence[Any], extras: Any) -> Any:
-        return _with(self.structures[-1], saved, jax.tree.leaves((weights, extras)))
+    def _known(self, weights: Sequence[Any], extras: Any) -> list[Any]:
+        """What a layer's backward pass has at hand without saving it."""
+        return jax.tree.leaves((weights, extras, self.consts))
 
-    def _backward(self, stack: Stack, saved: Any, dx: Any, daux: Any) -> tuple[list[Any], Any]:
-        """Gradients of the taps, stacked, and of x."""
+    def _vjp(self, saved: Any, weights: Sequence[Any], extras: Any) -> Any:
+        return _with(self.structures[-1], saved, self._known(weights, extras))
+
+    def _backward(self, saved: Any, dx: Any, daux: Any) -> tuple[list[Any], Any, Any]:
+        """Gradients of the taps, stacked, of x and of the consts."""
+        stack = self.stack
         saved, saved_last, weights = saved
         head, (extras, daux) = _cut_last((stack.extras, daux))
-        pending, dx = self._vjp(saved_last, weights, extras)((dx, daux))
+        pending, dx, dconsts = self._vjp(saved_last, weights, extras)((dx, daux))
 
         def step(carry: Any, inputs: Any) -> Any:
-            dx, weights, pending = carry
+            dx, weights, pending, sums = carry
             index, saved, (extras, daux) = inputs
             ahead = stack.fetch(jnp.maximum(index - 1, 0))
             reduced = stack.reduce(pending)
-            pending, dx = self._vjp(saved, weights, extras)((dx, daux))
-            return (dx, ahead, pending), reduced
+            pending, dx, dconsts = self._vjp(saved, weights, extras)((dx, daux))
+            sums = jax.tree.map(jnp.add, sums, dconsts)
+            return (dx, ahead, pending, sums), reduced
 
-        start = (dx, stack.fetch(max(stack.num_layers - 2, 0)), pending)
+        start = (dx, stack.fetch(max(stack.num_layers - 2, 0)), pending, dconsts)
         rows = (jnp.arange(stack.num_layers - 1), saved, head)
-        (dx, _, pending), rest = jax.lax.scan(step, start, rows, reverse=True)
+        (dx, _, pending, dconsts), rest = jax.lax.scan(step, start, rows, reverse=True)
         first = [g[None] for g in stack.reduce(pending)]
-        return [jnp.concatenate(pair) for pair in zip(first, rest, strict=True)], dx
+        grads = [jnp.concatenate(pair) for pair in zip(first, rest, strict=True)]
+        return grads, dx, dconsts
 
 
 def _cut_last(tree: Any) -> tuple[Any, Any]:

@@ -29,39 +29,51 @@ class Use:
 
 
 def find_uses(jaxpr: Any, num_inputs: int) -> list[list[Use]]:
-    """Finds the uses of the first `num_inputs` inputs of an open jaxpr."""
-    return [list(_uses(jaxpr, var, Use(False))) for var in jaxpr.invars[:num_inputs]]
+    """Finds the uses of the first `num_inputs` inputs of an open jaxpr; an output is a use, too."""
+    outputs = [var for var in jaxpr.outvars if not hasattr(var, "val")]
+    return [
+        [*_uses(jaxpr, var, Use(False)), *(Use(False) for out in outputs if out is var)]
+        for var in jaxpr.invars[:num_inputs]
+    ]
 
 
 def _uses(jaxpr: Any, var: Any, so_far: Use) -> Iterator[Use]:
     for eqn in jaxpr.eqns:
         for position, operand in enumerate(eqn.invars):
             if operand is var:
-                yield from _eqn_uses(eqn, position, so_far)
+                yield from _eqn_uses(jaxpr, eqn, position, so_far)
 
 
-def _eqn_uses(eqn: Any, position: int, so_far: Use) -> Iterator[Use]:
+def _eqn_uses(jaxpr: Any, eqn: Any, position: int, so_far: Use) -> Iterator[Use]:
     name = eqn.primitive.name
-    if name == "name" and eqn.params.get("name") == READ:
-        yield dataclasses.replace(so_far, is_read=True)
+    mark = str(eqn.params.get("name", "")) if name == "name" else ""
+    if mark.startswith(READ):
+        num_batched = len(eqn.invars[0].aval.shape) - int(mark.rsplit(".")[-1])
+        num_scanned = so_far.num_scanned + num_batched
+        yield dataclasses.replace(so_far, is_read=True, num_scanned=num_scanned)
         return
     inner = None if name in _LOOPS else _inner_jaxpr(eqn)
     if inner is None or position >= len(inner.invars):
         yield dataclasses.replace(so_far, is_read=False)
-    elif name != "scan":
-        yield from _uses(inner, inner.invars[position], so_far)
-    else:
-        yield from _scan_uses(eqn, inner, position, so_far)
+        return
+    var, within = inner.invars[position], so_far
+    if name == "scan":
+        within = _in_scan(eqn.invars[position], var, so_far)
+    yield from _uses(inner, var, within)
+    for out, alias in zip(inner.outvars, eqn.outvars, strict=True):
+        if out is var:  # what comes back unchanged is the parameter still
+            same = alias.aval.shape == eqn.invars[position].aval.shape
+            after = so_far if same else dataclasses.replace(so_far, is_invariant=True)
+            yield from _uses(jaxpr, alias, after)
+            if any(x is alias for x in jaxpr.outvars) and not same:
+                yield after
 
 
-def _scan_uses(eqn: Any, inner: Any, position: int, so_far: Use) -> Iterator[Use]:
+def _in_scan(outer: Any, inner: Any, so_far: Use) -> Use:
     """A scanned operand loses its leading dim inside; a constant or a carry keeps it."""
-    var = inner.invars[position]
-    if len(var.aval.shape) < len(eqn.invars[position].aval.shape):
-        so_far = dataclasses.replace(so_far, num_scanned=so_far.num_scanned + 1)
-    else:
-        so_far = dataclasses.replace(so_far, is_invariant=True)
-    yield from _uses(inner, var, so_far)
+    if len(inner.aval.shape) < len(outer.aval.shape):
+        return dataclasses.replace(so_far, num_scanned=so_far.num_scanned + 1)
+    return dataclasses.replace(so_far, is_invariant=True)
 
 
 def _inner_jaxpr(eqn: Any) -> Any:

@@ -90,7 +90,7 @@ def trace_loss(setup: Setup) -> None:
     The report then knows which parameters are gathered where they are read.
     """
     value_and_grad = setup.zero.value_and_grad(setup.loss_fn)
-    graphdef, state = nnx.split(setup.abstract)
+    graphdef, state = nnx.split(setup.zero.abstract(setup.abstract))
     tokens = jax.ShapeDtypeStruct((setup.rows, setup.config.data.seq_len + 1), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     jax.eval_shape(

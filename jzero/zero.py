@@ -343,7 +343,9 @@ class Zero:
         parts = split(params, wrt)
         shapes = abstract_leaves(parts.params)
         shapes |= named_leaves(parts.frozen)[0]
-        self._layout_of(shapes)
+        layout = self._layout_of(shapes)
+        if self._cuts_params:
+            _check_at_rest(shapes, layout)
         inputs = losses.Inputs(parts.frozen, parts.state, tuple(args))
         return parts.graphdef, parts.params, inputs
 
@@ -527,6 +529,19 @@ def _check(zero: Zero) -> None:
         raise ValueError(f"min_size is {zero.min_size!r}; give a number of elements, 0 or more.")
     if zero.reduce_dtype is not None and not is_floating(jnp.dtype(zero.reduce_dtype)):
         raise ValueError(f"reduce_dtype is {zero.reduce_dtype!r}; give a floating-point dtype.")
+
+
+def _check_at_rest(shapes: dict[str, Any], layout: Layout) -> None:
+    bad = [
+        f"{name} has its logical shape {tuple(x.shape)}, not {layout[name].rest_shape}"
+        for name, x in shapes.items()
+        if tuple(x.shape) != layout[name].rest_shape
+    ]
+    if bad:
+        raise ValueError(
+            f"stage 3 needs parameters at rest, but {'; '.join(bad)}; pass them through "
+            "zero.place, make them with zero.init, or use zero.abstract to compile without arrays."
+        )
 
 
 def _argnums(batch_argnums: int | Sequence[int]) -> tuple[int, ...]:
