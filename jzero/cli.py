@@ -72,7 +72,13 @@ def parse_arguments(command: str, words: Sequence[str]) -> Config:
         if value is not None and isinstance(tables.setdefault(section, {}), dict):
             tables[section][key] = value
     absent = tyro.MISSING
-    config = parse_config(tables, source=path or "defaults", absent=absent)
+    try:
+        config = parse_config(tables, source=path or "defaults", absent=absent)
+    except ValueError:
+        if path is not None:
+            raise
+        print(__doc__)  # help without CONFIG, where the default model is not importable
+        raise SystemExit(OK) from None
     return tyro.cli(
         type(config),
         default=config,

@@ -346,6 +346,8 @@ class Zero:
         layout = self._layout_of(shapes)
         if self._cuts_params:
             _check_at_rest(shapes, layout)
+        if meshes.is_explicit(self.mesh):
+            _check_on_mesh(named_leaves(parts.params)[0], self.mesh)
         inputs = losses.Inputs(parts.frozen, parts.state, tuple(args))
         return parts.graphdef, parts.params, inputs
 
@@ -542,6 +544,25 @@ def _check_at_rest(shapes: dict[str, Any], layout: Layout) -> None:
             f"stage 3 needs parameters at rest, but {'; '.join(bad)}; pass them through "
             "zero.place, make them with zero.init, or use zero.abstract to compile without arrays."
         )
+
+
+def _check_on_mesh(arrays: dict[str, Any], mesh: Mesh) -> None:
+    """Explicit axes are part of an array's type: jit cannot move arrays onto them."""
+    on_mesh = set(mesh.devices.flat)
+    concrete = {n: x for n, x in arrays.items() if isinstance(x, (jax.Array, np.ndarray))}
+    bad = [name for name, x in concrete.items() if _devices_of(x, on_mesh) != on_mesh]
+    if bad:
+        raise ValueError(
+            f"the mesh has explicit axes, but {', '.join(bad)} are not on its {len(on_mesh)} "
+            "devices; pass the parameters through zero.place, or make them with zero.init."
+        )
+
+
+def _devices_of(x: Any, traced: set[Any]) -> set[Any]:
+    """The devices that hold an array; those `traced` for a value of a jit under way."""
+    if isinstance(x, jax.core.Tracer):
+        return traced
+    return x.sharding.device_set if isinstance(x, jax.Array) else set()
 
 
 def _argnums(batch_argnums: int | Sequence[int]) -> tuple[int, ...]:

@@ -205,3 +205,12 @@ def test_help_with_a_file_has_the_arguments_of_its_model_and_its_values(config_p
     out = capsys.readouterr().out
     assert "--model.embed_dim INT" in out
     assert "(default: 16)" in out
+
+
+def test_help_without_config_works_where_the_default_model_is_not(monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise ValueError("models.gpt2 cannot be imported")
+
+    monkeypatch.setattr("jzero.cli.parse_config", refuse)
+    assert main(["train", "--help"]) == 0
+    assert "CONFIG" in capsys.readouterr().out

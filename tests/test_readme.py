@@ -71,6 +71,20 @@ def test_jzero_train(at_root, tmp_path, capsys):
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_stage_3_trains_where_leaves_are_padded(at_root, tmp_path, capsys):
+    """259 tokens and 36 columns suit neither dim of 8 devices."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 100)
+    words = (
+        f"train configs/gpt2_demo.toml --zero.stage 3 --data.path {text} --data.seq_len 16 "
+        "--model.embed_dim 36 --model.num_heads 2 --model.vocab_size 259 --model.num_layers 1 "
+        "--model.num_positions 16 --train.num_steps 2 --train.eval_batches 1 "
+        f"--train.sample_length 2 --train.plot False --train.out_dir {tmp_path / 'run'}"
+    )
+    assert cli.main(words.split()) == 0
+    assert "step" in capsys.readouterr().out
+
+
 def test_jzero_report(at_root, capsys):
     assert cli.main(["report", "configs/gpt2_1558m.toml"]) == 0
     assert "h.attn.c_attn.weight" in capsys.readouterr().out

@@ -317,6 +317,16 @@ def test_a_mesh_that_is_none_is_refused():
         jzero.Zero((8,), 1)
 
 
+@pytest.mark.parametrize("make", [jnp.asarray, np.asarray])
+def test_parameters_off_an_explicit_mesh_are_refused_with_the_mend(make):
+    params = jax.tree.map(make, arrays())
+    zero = jzero.Zero(mesh_of(True), 1, like=params)
+    with pytest.raises(
+        ValueError, match=r"explicit axes, but b, even, s, w are not on its 8.*place"
+    ):
+        zero.value_and_grad(square_loss)(params, batch())
+
+
 def test_parameters_that_differ_from_like_are_all_named():
     zero = jzero.Zero(jzero.make_mesh(), 3, like=arrays())
     wrong = {"w": np.ones((13, 6), np.float32), "b": arrays()["b"], "extra": np.ones(3)}
