@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from jzero import gradients, layers, losses
@@ -560,7 +561,7 @@ def _check_on_mesh(arrays: dict[str, Any], mesh: Mesh) -> None:
 
 def _devices_of(x: Any, traced: set[Any]) -> set[Any]:
     """The devices that hold an array; those `traced` for a value of a jit under way."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return traced
     return x.sharding.device_set if isinstance(x, jax.Array) else set()
 
