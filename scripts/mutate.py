@@ -47,6 +47,9 @@ LEFT_BEHIND = {  # by the called name: the position of the argument that takes t
 KEYWORDS = ("out_shardings",)  # deleted from a call; the rest of it stays
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     # (file, function, deleted text): why no test can tell
+    ("jzero/gradients.py", "local_value_and_grad", "_microbatch(inputs, acc, 0)"): (
+        "only traced for shapes and reads, which a whole batch shows as well"
+    ),
     ("jzero/optimizer.py", "_logical.cut", "pad(x, leaf)"): (
         "XLA pads an uneven constraint itself; padding here only makes the slice after it local"
     ),
