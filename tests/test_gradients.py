@@ -132,8 +132,9 @@ def test_aux_scalars_are_averaged_integers_summed_rows_kept_in_order(stage, num_
 
 
 @STAGES
-def test_apply_gives_the_same_without_gradients(stage):
-    zero = make(stage)
+@pytest.mark.parametrize("is_explicit", [False, True])
+def test_apply_gives_the_same_without_gradients(stage, is_explicit):
+    zero = make(stage, mesh=jax.make_mesh((8,), ("data",)) if is_explicit else None)
     placed = zero.place(params())
     assert float(zero.apply(loss_fn)(placed, rows())) == pytest.approx(
         float(loss_fn(params(), rows())), rel=1e-6
@@ -184,7 +185,8 @@ def test_other_variables_of_a_module_come_back_updated(stage, num_microbatches):
     first, _ = fn(placed, batch)
     hidden = batch @ np.asarray(net.linear.kernel[...]) + np.asarray(net.linear.bias[...])
     share = 1 - 0.99**num_microbatches
-    assert np.asarray(placed.norm.mean[...]) == pytest.approx(hidden.mean(0) * share, abs=2e-2)
+    tolerance = 1e-5 if num_microbatches == 1 else 3e-4  # halves of a batch, decayed in turn
+    assert np.asarray(placed.norm.mean[...]) == pytest.approx(hidden.mean(0) * share, abs=tolerance)
     assert np.abs(np.asarray(placed.norm.mean[...])).max() > 0
     assert int(placed.drop.rngs.count[...]) == num_microbatches
     assert (np.asarray(jax.random.key_data(placed.drop.rngs.key[...])) == key).all()
