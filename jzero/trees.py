@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jzero.layout import Leaf
@@ -123,11 +122,6 @@ def check_against(
             f"{what} does not match the parameters this Zero was made for: {'; '.join(bad)}. "
             "Pass a tree of the same names and logical shapes, or make a Zero with like=that tree."
         )
-
-
-def nbytes(x: Any) -> int:
-    """Bytes of a whole array or ShapeDtypeStruct."""
-    return int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize
 
 
 def select(tree: Any, where: str, layout: Sequence[Leaf]) -> tuple[Any, list[Leaf]]:
