@@ -30,43 +30,46 @@ class Use:
 
 def find_uses(jaxpr: Any, num_inputs: int) -> list[list[Use]]:
     """Finds the uses of the first `num_inputs` inputs of an open jaxpr; an output is a use, too."""
-    outputs = [var for var in jaxpr.outvars if not hasattr(var, "val")]
-    return [
-        [*_uses(jaxpr, var, Use(False)), *(Use(False) for out in outputs if out is var)]
-        for var in jaxpr.invars[:num_inputs]
-    ]
+    found = []
+    for var in jaxpr.invars[:num_inputs]:
+        uses, outputs = _follow(jaxpr, var, Use(False))
+        found.append([*uses, *(after for _, after in outputs)])
+    return found
 
 
-def _uses(jaxpr: Any, var: Any, so_far: Use) -> Iterator[Use]:
-    for eqn in jaxpr.eqns:
-        for position, operand in enumerate(eqn.invars):
-            if operand is var:
-                yield from _eqn_uses(jaxpr, eqn, position, so_far)
+def _follow(jaxpr: Any, var: Any, so_far: Use) -> tuple[list[Use], list[tuple[int, Use]]]:
+    """The uses of `var`, and the outputs that are `var` unchanged: the parameter still."""
+    uses, outputs, names = [], [], [(var, so_far)]
+    while names:
+        name, so_far = names.pop()
+        outputs += [(i, so_far) for i, out in enumerate(jaxpr.outvars) if out is name]
+        for eqn in jaxpr.eqns:
+            for position, operand in enumerate(eqn.invars):
+                if operand is name:
+                    more, again = _eqn_uses(eqn, position, so_far)
+                    uses += more
+                    names += again
+    return uses, outputs
 
 
-def _eqn_uses(jaxpr: Any, eqn: Any, position: int, so_far: Use) -> Iterator[Use]:
+def _eqn_uses(eqn: Any, position: int, so_far: Use) -> tuple[list[Use], list[tuple[Any, Use]]]:
+    """The uses in one equation, and the outputs of it that are the parameter still."""
     name = eqn.primitive.name
     mark = str(eqn.params.get("name", "")) if name == "name" else ""
     if mark.startswith(READ):
         num_batched = len(eqn.invars[0].aval.shape) - int(mark.rsplit(".")[-1])
         num_scanned = so_far.num_scanned + num_batched
-        yield dataclasses.replace(so_far, is_read=True, num_scanned=num_scanned)
-        return
+        return [dataclasses.replace(so_far, is_read=True, num_scanned=num_scanned)], []
     inner = None if name in _LOOPS else _inner_jaxpr(eqn)
     if inner is None or position >= len(inner.invars):
-        yield dataclasses.replace(so_far, is_read=False)
-        return
-    var, within = inner.invars[position], so_far
+        return [dataclasses.replace(so_far, is_read=False)], []
+    var, within, shape = inner.invars[position], so_far, eqn.invars[position].aval.shape
     if name == "scan":
         within = _in_scan(eqn.invars[position], var, so_far)
-    yield from _uses(inner, var, within)
-    for out, alias in zip(inner.outvars, eqn.outvars, strict=True):
-        if out is var:  # what comes back unchanged is the parameter still
-            same = alias.aval.shape == eqn.invars[position].aval.shape
-            after = so_far if same else dataclasses.replace(so_far, is_invariant=True)
-            yield from _uses(jaxpr, alias, after)
-            if any(x is alias for x in jaxpr.outvars) and not same:
-                yield after
+    uses, outputs = _follow(inner, var, within)
+    changed = dataclasses.replace(so_far, is_invariant=True)
+    aliases = [eqn.outvars[i] for i, _ in outputs]
+    return uses, [(a, so_far if a.aval.shape == shape else changed) for a in aliases]
 
 
 def _in_scan(outer: Any, inner: Any, so_far: Use) -> Use:

@@ -88,8 +88,11 @@ def halve_gradient(tree):
 halve_gradient.defvjp(lambda tree: (tree, None), lambda _, ct: (jax.tree.map(lambda g: g / 2, ct),))
 
 
+NESTED = jax.jit(jax.checkpoint(jax.jit(lambda p: p)))
+
+
 @STAGES
-@pytest.mark.parametrize("identity", [jax.jit(lambda p: p), jax.checkpoint(lambda p: p)])
+@pytest.mark.parametrize("identity", [jax.jit(lambda p: p), jax.checkpoint(lambda p: p), NESTED])
 def test_parameters_that_pass_through_a_call_are_still_parameters(stage, identity):
     def decay(params, batch):
         params = identity(params)
