@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jzero import mesh as meshes
-from jzero.collectives import Held, Wire, mark_hook, read, with_hook
-from jzero.layout import Leaf, P, Stage, is_floating
+from jzero.collectives import Held, Wire, fetch, mark_hook, read, with_hook
+from jzero.layout import STAGES, Leaf, P, Stage, is_floating
 from jzero.reads import find_constrained_axes, plan_reads, trace
-from jzero.trees import leaf_name, merge
+from jzero.trees import leaf_name, merge, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,42 +81,6 @@ def fold_keys(tree: Any, index: Any) -> Any:
         return folded(x)
 
     return jax.tree.map(fold, tree)
-
-
-def combine_outputs(
-    tree: Any, axes: tuple[str, ...], rows: int, what: str
-) -> tuple[list, list, Any]:
-    """Makes one global value of each device's outputs, inside the manual region.
-
-    Floating scalars are averaged over devices, integer and boolean scalars summed; arrays hold one
-    row per row of the batch and stay split.
-
-    Returns:
-      The scalars, the arrays, and a function that restores the tree from both lists.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(x) for x in leaves]
-    bad = [x.shape for x in leaves if x.ndim and x.shape[0] != rows]
-    if bad:
-        raise ValueError(
-            f"{what} returned arrays of shapes {bad}, but each device has {rows} batch rows; "
-            "return scalars (averaged over devices) or arrays with one row per batch row."
-        )
-    is_scalar = [x.ndim == 0 for x in leaves]
-    scalars = [_mean_or_sum(x, axes) for x in leaves if x.ndim == 0]
-    arrays = [x for x in leaves if x.ndim]
-
-    def restore(scalars: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        s, a = iter(scalars), iter(arrays)
-        return jax.tree.unflatten(treedef, [next(s) if flag else next(a) for flag in is_scalar])
-
-    return scalars, arrays, restore
-
-
-def _mean_or_sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    if is_floating(x.dtype):
-        return jax.lax.pmean(x, axes)
-    return jax.lax.psum(x.astype(jnp.int32) if x.dtype == bool else x, axes)
 
 
 Reads = Mapping[str, bool]  # by parameter: whether it is gathered where it is read
@@ -189,6 +152,21 @@ class Loss:
 
         return jax.tree_util.tree_map_with_path(visit, frozen)
 
+    def gathered(self, values: Sequence[Any], inputs: Inputs) -> tuple[Loss, list[Any], Inputs]:
+        """The same with every parameter gathered now, and kept: gradients are cut as before."""
+
+        def fetched(leaf: Leaf, value: Any) -> Any:
+            return fetch(value, self.place.wire(leaf)) if self.is_born_cut(leaf) else value
+
+        place = dataclasses.replace(self.place, stage=STAGES[2])
+        whole = [fetched(leaf, value) for leaf, value in zip(self.leaves, values, strict=True)]
+        frozen = self._map_frozen(inputs.frozen, fetched)
+        return (
+            dataclasses.replace(self, place=place),
+            whole,
+            dataclasses.replace(inputs, frozen=frozen),
+        )
+
     def plan(self, values: Sequence[Any], inputs: Inputs) -> Reads:
         """Traces the function once and says which parameters are gathered where they are read.
 
@@ -247,6 +225,17 @@ class Inputs:
             a if i in batch_argnums else fold_keys(a, index) for i, a in enumerate(self.args)
         )
         return dataclasses.replace(self, state=fold_keys(self.state, index), args=args)
+
+    def num_rows(self, batch_argnums: Sequence[int]) -> int:
+        """Rows of the batch arguments."""
+        leaves = jax.tree.leaves([self.args[i] for i in batch_argnums])
+        return leaves[0].shape[0] if leaves else 0
+
+    def replicated_shapes(self, batch_argnums: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Shapes by name of the arrays in the other arguments."""
+        args = [a for i, a in enumerate(self.args) if i not in batch_argnums]
+        named = [named_leaves(a)[0] for a in args]
+        return {name: tuple(x.shape) for leaves in named for name, x in leaves.items() if name}
 
 
 def _state_like(state: Any, module: nnx.Module) -> Any:

@@ -19,6 +19,7 @@ class Memo:
         self.layout = layout
         self.reads: dict[str, bool] = {}
         self.has_grad_fn = False
+        self.keeps_gathered = False
         self.has_placed = False
         self.has_warned = False
         self._seen: dict[tuple[Any, ...], tuple[Leaf, ...] | None] = {}
