@@ -1,4 +1,4 @@
-"""What each device returns, made one global value: losses with weights, auxiliary outputs, state."""
+"""What each device returns, made one global value: weighted losses, auxiliary outputs, state."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
     Raises:
       ValueError: where it is neither a floating-point scalar nor a pair (sum, weight) of scalars.
     """
+    value: Any
     value, aux = out if has_aux else (out, None)
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, None)
