@@ -108,12 +108,12 @@ def local_value_and_grad(
 
     shapes = jax.eval_shape(grad_fn, first)
     outputs = Outputs.of(shapes.aux, rows, states, "has_aux: loss_fn")
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.total, shapes.weight))
+    total, weight = jax.tree.map(jnp.zeros_like, (shapes.total, shapes.weight))
     sums = [
         jnp.zeros(g.shape, acc.dtype(leaf))
         for g, leaf in zip(shapes.grads, loss.trained, strict=True)
     ]
-    start = Microbatch(*zeros, None, None, sums, inputs.state)
+    start = Microbatch(total, weight, None, None, sums, inputs.state)
     done, aux = jax.lax.scan(body, start, jnp.arange(acc.num_microbatches))
     return done, outputs.joined(aux), outputs
 

@@ -23,14 +23,15 @@ def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
     Raises:
       ValueError: where it is neither a floating-point scalar nor a pair (sum, weight) of scalars.
     """
-    value: Any
     value, aux = out if has_aux else (out, None)
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    total, weight = value if is_pair else (value, None)
-    ok = _is_scalar(total) and is_floating(getattr(total, "dtype", int))
+    given = value if isinstance(value, tuple) else (value,)
+    total: Any = given[0] if given else None
+    weight: Any = given[1] if len(given) == 2 else None
+    ok = len(given) == (2 if isinstance(value, tuple) else 1)
+    ok &= _is_scalar(total) and jnp.issubdtype(getattr(total, "dtype", int), jnp.floating)
     ok &= weight is None or (_is_scalar(weight) and not _is_complex(weight))
     if not ok:
-        what = ", ".join(_describe(x) for x in (value if isinstance(value, tuple) else (value,)))
+        what = ", ".join(_describe(x) for x in given) or "nothing"
         raise ValueError(
             f"the loss must be a floating-point scalar, or a pair (sum, weight) of scalars, but "
             f"loss_fn returned {what}; take its mean, or pass has_aux=True where it returns "

@@ -273,6 +273,9 @@ def test_batch_argnums_name_arguments_that_are_there():
         lambda p, b: 1,
         lambda p, b: (p["b"].sum(), b[:, 0]),
         lambda p, b: (p["b"].sum(), 2, 3),
+        lambda p, b: (p["b"].sum(),),
+        lambda p, b: p["b"].sum() * 1j,
+        lambda p, b: (p["b"].sum(), 1j),
     ],
 )
 def test_a_loss_that_is_no_floating_scalar_is_refused(bad):
