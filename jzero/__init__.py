@@ -2,6 +2,26 @@
 
 from jzero.layers import block_params, run_layers
 from jzero.mesh import make_mesh
+from jzero.policies import POLICIES, Policy, policy, with_policy
+from jzero.precision import master_weights, with_state_dtype
+from jzero.scaling import dynamic_loss_scale, skip_not_finite, static_loss_scale
+from jzero.skips import check_skips, loss_scale
 from jzero.zero import Zero
 
-__all__ = ["Zero", "block_params", "make_mesh", "run_layers"]
+__all__ = [
+    "POLICIES",
+    "Policy",
+    "Zero",
+    "block_params",
+    "check_skips",
+    "dynamic_loss_scale",
+    "loss_scale",
+    "make_mesh",
+    "master_weights",
+    "policy",
+    "run_layers",
+    "skip_not_finite",
+    "static_loss_scale",
+    "with_policy",
+    "with_state_dtype",
+]

@@ -20,12 +20,13 @@ commands:
   report CONFIG   print what is cut where, in bytes per device; nothing is run
 
 Every key of CONFIG can be set here too, as in
-  jzero train configs/gpt2_demo.toml --zero.stage 3 --train.num_steps 20
-`jzero COMMAND [CONFIG] --help` lists them: the sections are [model], [optimizer], [data],
-[precision], [zero], [mesh] and [train]. --profile A:B stands for --train.profile A:B.
+  jzero train configs/gpt2_demo.toml --zero.stage 3 --train.num_steps 100
+`jzero COMMAND [CONFIG] --help` lists them: the sections are [model], [optimizer], [schedule],
+[data], [precision], [zero], [mesh] and [train]. --profile A:B stands for --train.profile A:B.
 With JZERO_TRACEBACK=1 in the environment an error shows where it was raised.
 """
 HELP = ("-h", "--help")
+NAMING = (("model", "target"), ("optimizer", "name"), ("schedule", "name"))  # decide the flags
 OK, FAILED, USAGE_ERROR = 0, 1, 2
 
 
@@ -67,7 +68,7 @@ def parse_arguments(command: str, words: Sequence[str]) -> Config:
     """
     path, flags = _split_path(command, words)
     tables = {} if path is None else read_toml(path)
-    for section, key in (("model", "target"), ("optimizer", "name")):  # these decide the flags
+    for section, key in NAMING:
         value = _flag_value(flags, f"--{section}.{key}")
         if value is not None and isinstance(tables.setdefault(section, {}), dict):
             tables[section][key] = value

@@ -1,16 +1,21 @@
 """A run's configuration: frozen typed dataclasses, read from TOML and checked key by key.
 
-The sections [model] and [optimizer] have the arguments of what they name, so their dataclasses are
-made from its signature.
+The sections [model], [optimizer] and [schedule] have the arguments of what they name, so their
+dataclasses are made from its signature.
 """
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jzero.policies import DTYPE_FIELDS, NONE
+from jzero.precision import DTYPES
+from jzero.scaling import dynamic_loss_scale
+from jzero.schedules import MOMENTUM
 from jzero.schema import (
     ABSENT,
     SCALARS,
@@ -19,17 +24,19 @@ from jzero.schema import (
     check_seed,
     extended,
     find_optimizer,
+    find_schedule,
     import_target,
     parameters,
     parse_section,
     read_toml,
     refuse,
+    takes_schedule,
     toml_type,
     typed,
 )
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
-DECAY_MASKS = ("mask", "weight_decay_mask")  # arguments of optax: which leaves weight decay is for
+NO_SCHEDULE = "none"  # for an optimizer that takes no learning rate
+KNOWN = ("learning_rate", "num_steps")  # arguments of schedules that other sections give
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +48,39 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """[optimizer]: an optax optimizer with its schedule, and its own arguments."""
+    """[optimizer]: an optimizer of optax or optax.contrib, and its own arguments.
 
-    name: str = "adamw"  # any optimizer of optax that takes a learning rate
-    learning_rate: float = 1e-3  # its peak
-    warmup_steps: int = 0  # steps in which it rises evenly to the peak
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after warmup, to the last step
-    min_learning_rate_ratio: float = 0.0  # share of the peak at the last step, 0 to 1
+    `learning_rate` is for a schedule that takes it: our three and warmup_cosine_lr. Left out, it is
+    the optimizer's own default, else 1e-3. A schedule that has its own rates, or an optimizer
+    without a learning rate, refuses it.
+    """
+
+    name: str = "adamw"  # plain name of any optimizer of optax or optax.contrib
+    learning_rate: float | None = None  # its peak; left out: the optimizer's default, or 1e-3
     weight_decay: float = 0.0  # of matrices: no bias, scale or norm
     clip_norm: float = 0.0  # largest global norm of the gradients; 0: no clipping
 
     def __post_init__(self) -> None:
-        accepted = parameters(find_optimizer(self.name)).keys()
-        if not self.learning_rate > 0:
+        make = find_optimizer(self.name)
+        if self.learning_rate is not None and not self.learning_rate > 0:
             refuse(self, "optimizer", "learning_rate", "use a number above 0")
-        check_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
-        if not 0 <= self.min_learning_rate_ratio <= 1:
-            refuse(self, "optimizer", "min_learning_rate_ratio", "use a share from 0 to 1")
-        if self.weight_decay and not ("weight_decay" in accepted and accepted & set(DECAY_MASKS)):
-            mend = f"{self.name} has no masked weight decay: use 0, or adamw"
-            refuse(self, "optimizer", "weight_decay", mend)
+        check_least(self, "optimizer", 0, "weight_decay", "clip_norm")
+        if self.weight_decay and not ("weight_decay" in parameters(make) and decay_masks(make)):
+            others = [key for key in parameters(make) if key.startswith("weight_decay_")]
+            others = [key for key in others if not key.endswith("mask")]
+            mend = f"set {others[0]} instead" if others else "use 0, or adamw"
+            refuse(self, "optimizer", "weight_decay", f"{self.name} has no masked one: {mend}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """[schedule]: the learning rate by step, and the own arguments of what makes it.
+
+    Arguments that the run knows are not given here: `learning_rate` is that of [optimizer], and
+    `num_steps` that of [train], as is DeepSpeed's `total_num_steps` where left out.
+    """
+
+    name: str = "cosine"  # ours (cosine, linear, constant), DeepSpeed's or optax's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +103,43 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """[precision]: dtypes by name; one left out is the model's, or the gradients', own."""
+    """[precision]: the dtype of everything, by one name or each separately.
 
-    param_dtype: str | None = None  # stored: the model's argument of this name
+    What is left out follows from the dtypes of parameters and products as `jzero.policy` says, and
+    these are the model's own where neither they nor `policy` are given.
+    """
+
+    policy: Literal["float32", "bfloat16", "float16"] | None = None  # of parameters and products
+    param_dtype: str | None = None  # stored and gathered: the model's argument of this name
     compute_dtype: str | None = None  # multiplied: the model's argument of this name
-    reduce_dtype: str | None = None  # in which gradients travel
+    accumulator_dtype: str | None = None  # sum over microbatches; left out: float32
+    reduce_dtype: str | None = None  # in which gradients travel; left out: the parameters'
+    state_dtype: str | None = None  # moments; left out: float32
+    master_dtype: str | None = None  # copy of 16-bit parameters; "none": without; else float32
+    loss_scale: float | str | None = None  # "dynamic", a number (1: finite check), "none"
+    initial_scale_power: int | None = None  # of a dynamic scale: it starts at 2 ** 16
+    loss_scale_window: int | None = None  # good steps until it grows: 1000
+    hysteresis: int | None = None  # overflows until it falls: 2
+    consecutive_hysteresis: bool | None = None  # whether a good step refills these: false
+    min_loss_scale: float | None = None  # 1
+    at_minimum: Literal["raise", "stay"] | None = None  # on an overflow at the minimum: "raise"
+    max_skips_in_a_row: int = 10  # skipped steps that no lower scale can mend, until the run stops
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
-            if getattr(self, name) not in (None, *DTYPES):
+        for name in DTYPE_FIELDS:
+            allowed = (None, NONE, *DTYPES) if name == "master_dtype" else (None, *DTYPES)
+            if getattr(self, name) not in allowed:
                 refuse(self, "precision", name, f"use one of {', '.join(DTYPES)}")
+        if isinstance(self.loss_scale, str) and self.loss_scale not in ("dynamic", NONE):
+            refuse(self, "precision", "loss_scale", "use 'dynamic', a positive number or 'none'")
+        check_least(self, "precision", 1, "max_skips_in_a_row")
+
+    @property
+    def scale_options(self) -> dict[str, Any]:
+        """What is given of a dynamic loss scale."""
+        names = inspect.signature(dynamic_loss_scale).parameters
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +149,13 @@ class ZeroConfig:
     stage: int = 2  # 0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters
     axes: tuple[str, ...] = ()  # mesh axes to partition over; none named: "data"
     min_size: int = 0  # arrays of fewer elements stay whole
+    keep_gathered: bool = False  # stage 3: gather once a step, not in each microbatch
 
     def __post_init__(self) -> None:
         if self.stage not in range(4):
             refuse(self, "zero", "stage", "use 0, 1, 2 or 3")
+        if self.keep_gathered and self.stage != 3:
+            refuse(self, "zero", "keep_gathered", f"stage {self.stage} has no effect of it: use 3")
         check_least(self, "zero", 0, "min_size")
 
 
@@ -127,8 +177,9 @@ class TrainConfig:
     """[train]: how long, how large a batch, and what is written."""
 
     num_steps: int = 1000  # optimizer steps
-    micro_batch: int = 8  # rows of one device in one microbatch
-    num_microbatches: int = 1  # accumulated in each step
+    train_batch_size: int | None = None  # rows of a step: the product of the next two and shards
+    micro_batch: int | None = None  # rows of one device in one microbatch; 8 if neither is given
+    num_microbatches: int | None = None  # accumulated in each step; left out: what follows, or 1
     seed: int = 0  # of initialisation, dropout and the sample
     log_every: int = 10  # steps from line to line
     eval_every: int = 0  # steps from evaluation to evaluation; 0: at the end alone
@@ -144,8 +195,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_least(
-            self, "train", 1, "num_steps", "micro_batch", "num_microbatches", "log_every",
-            "eval_batches",
+            self, "train", 1, "num_steps", "train_batch_size", "micro_batch", "num_microbatches",
+            "log_every", "eval_batches",
         )  # fmt: skip
         check_least(self, "train", 0, "eval_every", "sample_length", "sample_temperature")
         check_seed(self, "train")
@@ -159,6 +210,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     data: DataConfig = field(default_factory=DataConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -192,7 +244,7 @@ def parse_config(
     Args:
       tables: from section to key to value, as TOML has them.
       source: where they come from, for messages.
-      absent: stands for a required argument of the model that is not given; left out: an error.
+      absent: stands for a required argument of what a section names; left out: an error.
 
     Raises:
       ValueError: as `load_config`.
@@ -210,7 +262,9 @@ def parse_config(
         kinds["model"] = model_section(typed(target, str, "model", "target"))
         name = given["optimizer"].setdefault("name", OptimizerConfig.name)
         kinds["optimizer"] = optimizer_section(typed(name, str, "optimizer", "name"))
-        parts = {k: parse_section(k, kinds[k], given[k], SECTIONS, absent) for k in SECTIONS}
+        schedule = given["schedule"].setdefault("name", default_schedule(name))
+        kinds["schedule"] = schedule_section(typed(schedule, str, "schedule", "name"))
+        parts = {k: parse_section(k, kinds[k], given[k], kinds, absent) for k in SECTIONS}
         fields = [(key, kinds[key], field(default=parts[key])) for key in SECTIONS]
         return make_dataclass("Config", fields, bases=(Config,), frozen=True, kw_only=True)(**parts)
     except ValueError as error:
@@ -256,6 +310,55 @@ def optimizer_section(name: str) -> type[OptimizerConfig]:
         if hint is not None and key not in ours:
             arguments.append((key, hint if default is not None else hint | None, default))
     return extended(OptimizerConfig, arguments)
+
+
+def schedule_section(name: str) -> type[ScheduleConfig]:
+    """The dataclass of [schedule] for a schedule: its arguments, and its momentum's if it has one.
+
+    Raises:
+      ValueError: there is no such schedule, or it needs what TOML cannot give.
+    """
+    if name == NO_SCHEDULE:
+        return ScheduleConfig
+    make = find_schedule(name)
+    arguments: list[tuple[str, Any, Any]] = []
+    for key, parameter in parameters(make).items():
+        hint, default = toml_type(parameter.annotation, parameter.default), parameter.default
+        if key == "total_num_steps":
+            hint, default = int | None, None
+        if hint is not None and key not in KNOWN:
+            default = dataclasses.MISSING if default is parameter.empty else default
+            arguments.append((key, hint, default))
+    if make in MOMENTUM:
+        arguments.append(("cycle_momentum", bool, True))
+        arguments += [(key, float | None, None) for key in momentum_arguments(make)]
+    return extended(ScheduleConfig, arguments)
+
+
+def momentum_arguments(make: Any) -> list[str]:
+    """The arguments that only the momentum of a schedule has."""
+    return [key for key in parameters(MOMENTUM[make]) if key not in parameters(make)]
+
+
+def default_schedule(optimizer: str) -> str:
+    """The schedule of a configuration without one: cosine, where the optimizer takes a schedule.
+
+    >>> [default_schedule(name) for name in ("adamw", "rprop", "polyak_sgd")]
+    ['cosine', 'constant', 'none']
+    """
+    make = find_optimizer(optimizer)
+    if takes_schedule(make):
+        return ScheduleConfig.name
+    return "constant" if "learning_rate" in parameters(make) else NO_SCHEDULE
+
+
+def decay_masks(make: Any) -> list[str]:
+    """The arguments of an optimizer that say which leaves weight decay is for.
+
+    >>> decay_masks(find_optimizer("adamw")), decay_masks(find_optimizer("lars"))
+    (['mask'], ['weight_decay_mask'])
+    """
+    return [key for key in parameters(make) if key == "mask" or key.endswith("decay_mask")]
 
 
 def profile_steps(profile: str, num_steps: int) -> tuple[int, int]:

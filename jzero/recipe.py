@@ -1,10 +1,10 @@
-"""What a run is made of: model, loss, optimizer and schedule, from what its configuration names."""
+"""What a run is made of: mesh, model, loss, batch, optimizer, from what a configuration names."""
 
 import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,27 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero.config import DECAY_MASKS, Config, ModelConfig, OptimizerConfig, PrecisionConfig
+from jzero.config import Config, ModelConfig, PrecisionConfig
+from jzero.layout import is_floating
 from jzero.mesh import REPLICA_AXIS, make_mesh
-from jzero.schema import find_optimizer, import_target, own_arguments, parameters
-from jzero.trees import leaf_name
+from jzero.policies import FIELDS as POLICY_FIELDS
+from jzero.policies import Policy, with_policy
+from jzero.policies import policy as make_named_policy
+from jzero.precision import bits
+from jzero.rates import make_momentum, make_optimizer, make_schedule
+from jzero.schema import import_target, own_arguments, parameters
+from jzero.trees import abstract_leaves
 from jzero.zero import Zero
+
+DEFAULT_MICRO_BATCH = 8
+
+
+class Batch(NamedTuple):
+    """How many rows there are; the first is the product of the others and the data shards."""
+
+    train_batch_size: int  # of a step, on all devices
+    micro_batch: int  # of one device in one microbatch
+    num_microbatches: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,7 @@ class Setup:
     abstract: nnx.Module  # the model, with shapes in place of arrays
     tx: optax.GradientTransformation
     schedule: optax.Schedule
+    policy: Policy
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -39,15 +56,34 @@ class Setup:
         return tuple(str(axis) for axis in self.zero.mesh.axis_names if axis in axes)
 
     @property
+    def batch(self) -> Batch:
+        """The rows of a step, as [train] gives them and the mesh splits them."""
+        train = self.config.train
+        return resolve_batch(
+            math.prod(self.zero.mesh.shape[axis] for axis in self.data_axes),
+            train_batch_size=train.train_batch_size,
+            micro_batch=train.micro_batch,
+            num_microbatches=train.num_microbatches,
+        )
+
+    @property
     def rows(self) -> int:
         """Rows of one microbatch on all devices together."""
-        shards = math.prod(self.zero.mesh.shape[axis] for axis in self.data_axes)
-        return self.config.train.micro_batch * shards
+        return self.batch.train_batch_size // self.batch.num_microbatches
 
     @property
     def loss_fn(self) -> Callable[..., jax.Array]:
         """`loss_fn(model, tokens, key)`, to be put under `zero`."""
         return make_loss_fn(type(self.abstract), self.zero.run_layers)
+
+    def value_and_grad(self) -> Callable[..., Any]:
+        """Loss and gradients of a step, accumulated as [train], [precision] and [zero] say."""
+        return self.zero.value_and_grad(
+            self.loss_fn,
+            num_microbatches=self.batch.num_microbatches,
+            accumulator_dtype=self.policy.accumulator_dtype,
+            keep_gathered=self.config.zero.keep_gathered,
+        )
 
     def place(self, rows: np.ndarray) -> jax.Array:
         """This process's rows (b, T + 1) as its share of the global batch, on the devices."""
@@ -56,7 +92,12 @@ class Setup:
 
 
 def make_setup(config: Config) -> Setup:
-    """Makes mesh, abstract model, Zero and optimizer, of which nothing is compiled or run."""
+    """Makes mesh, abstract model, Zero and optimizer, of which nothing is compiled or run.
+
+    Raises:
+      ValueError: values of the configuration that do not go together.
+    """
+    schedule, momentum = make_schedule(config), make_momentum(config)
     _set_cpu_devices(config.mesh.num_cpu_devices)
     sizes = config.mesh
     mesh = make_mesh(replica=sizes.replica, data=sizes.data, model=sizes.model)
@@ -71,17 +112,20 @@ def make_setup(config: Config) -> Setup:
             f"[model] target {config.model.target!r} makes a {type(abstract).__name__}, not a "
             "flax.nnx.Module; name a class of modules, or a function that returns one."
         )
+    policy = make_policy(config.precision, abstract)
     zero = Zero(
         mesh,
         config.zero.stage,
         axes=config.zero.axes or None,
         like=abstract,
-        reduce_dtype=config.precision.reduce_dtype,
+        reduce_dtype=policy.reduce_dtype,
         min_size=config.zero.min_size,
     )
-    schedule = make_schedule(config.optimizer, config.train.num_steps)
-    tx = zero.optimizer(make_optimizer(config.optimizer, schedule))
-    return Setup(config, zero, make_model, abstract, tx, schedule)
+    tx = make_optimizer(config.optimizer, schedule, momentum)
+    tx = zero.optimizer(with_policy(tx, policy, **config.precision.scale_options))
+    setup = Setup(config, zero, make_model, abstract, tx, schedule, policy)
+    _ = setup.batch  # numbers that do not go together are refused here
+    return setup
 
 
 def trace_loss(setup: Setup) -> None:
@@ -89,9 +133,10 @@ def trace_loss(setup: Setup) -> None:
 
     The report then knows which parameters are gathered where they are read.
     """
-    value_and_grad = setup.zero.value_and_grad(setup.loss_fn)
+    value_and_grad = setup.value_and_grad()
     graphdef, state = nnx.split(setup.zero.abstract(setup.abstract))
-    tokens = jax.ShapeDtypeStruct((setup.rows, setup.config.data.seq_len + 1), jnp.int32)
+    shape = (setup.batch.train_batch_size, setup.config.data.seq_len + 1)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     jax.eval_shape(
         lambda state, *args: value_and_grad(nnx.merge(graphdef, state), *args), state, tokens, key
@@ -106,7 +151,10 @@ def model_factory(model: ModelConfig, precision: PrecisionConfig) -> Callable[[A
     """
     target = import_target(model.target)
     accepted = parameters(target)
-    dtypes = {"param_dtype": precision.param_dtype, "compute_dtype": precision.compute_dtype}
+    dtypes = {
+        name: getattr(precision, name) or precision.policy
+        for name in ("param_dtype", "compute_dtype")
+    }
     dtypes = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
     for name, dtype in dtypes.items():
         if name not in accepted:
@@ -122,58 +170,94 @@ def model_factory(model: ModelConfig, precision: PrecisionConfig) -> Callable[[A
     return make
 
 
-def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Warmup from peak / warmup_steps to the peak, then the decay to the last step.
+def make_policy(precision: PrecisionConfig, abstract: nnx.Module) -> Policy:
+    """The dtype of everything: as given, and for the model's part as the model has it.
 
-    >>> schedule = make_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=4), 10)
-    >>> [round(float(schedule(step)), 2) for step in (0, 3, 4, 10)]
-    [0.25, 1.0, 1.0, 0.0]
+    Raises:
+      ValueError: dtypes that do not go together.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
-    ratio, num_decay = config.min_learning_rate_ratio, max(num_steps - warmup, 1)
-    if config.schedule == "cosine":
-        decay = optax.cosine_decay_schedule(peak, num_decay, alpha=ratio)
-    elif config.schedule == "linear":
-        decay = optax.linear_schedule(peak, ratio * peak, num_decay)
+    stored = {x.dtype for x in abstract_leaves(abstract).values() if is_floating(x.dtype)}
+    params = str(min(stored, key=bits)) if stored else "float32"
+    given = {name: getattr(precision, name) for name in POLICY_FIELDS}
+    given = {name: value for name, value in given.items() if value is not None}
+    own = {
+        "param_dtype": params,
+        "compute_dtype": getattr(abstract, "compute_dtype", None) or params,
+    }
+    try:
+        return make_named_policy(precision.policy or "float32", **(own | given))
+    except ValueError as error:
+        raise ValueError(f"[precision] {error}") from error
+
+
+def resolve_batch(
+    num_data_shards: int,
+    *,
+    train_batch_size: int | None = None,
+    micro_batch: int | None = None,
+    num_microbatches: int | None = None,
+) -> Batch:
+    """Checks train_batch_size = micro_batch x num_microbatches x data shards, and fills it in.
+
+    Any two give the third. With train_batch_size alone num_microbatches is 1; without it, what is
+    left out is micro_batch 8 and num_microbatches 1.
+
+    Args:
+      num_data_shards: into how many pieces the mesh splits a batch: the product of its data and
+        replica axes, never of a model axis.
+      train_batch_size: rows of one optimizer step on all devices, >= 1.
+      micro_batch: rows of one device in one microbatch, >= 1.
+      num_microbatches: microbatches of a step, >= 1.
+
+    Raises:
+      ValueError: the numbers do not multiply; with all of them, and the nearest right ones.
+
+    >>> resolve_batch(8, train_batch_size=64, micro_batch=4)
+    Batch(train_batch_size=64, micro_batch=4, num_microbatches=2)
+    >>> resolve_batch(8, train_batch_size=100, micro_batch=4)
+    Traceback (most recent call last):
+    ValueError: train_batch_size 100 is no multiple of micro_batch 4 x 8 data shards; use 96 or 128.
+    """
+    total, micro, count = train_batch_size, micro_batch, num_microbatches
+    if total is None:
+        micro, count = micro or DEFAULT_MICRO_BATCH, count or 1
+        return Batch(micro * count * num_data_shards, micro, count)
+    if micro is None and count is None:
+        count = 1
+        unit, factors = num_data_shards, f"{num_data_shards} data shards"
+    elif micro is None or count is None:
+        unit = (micro or count or 1) * num_data_shards
+        given = f"num_microbatches {count}" if micro is None else f"micro_batch {micro}"
+        factors = f"{given} x {num_data_shards} data shards"
     else:
-        decay = optax.constant_schedule(peak)
-    if not warmup:
-        return decay
-    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
-    return optax.join_schedules([rise, decay], [warmup])
+        unit = micro * count * num_data_shards
+        if total != unit:
+            raise ValueError(
+                f"train_batch_size {total} is not micro_batch {micro} x num_microbatches {count} x "
+                f"{num_data_shards} data shards = {unit}; use {unit}, or leave one of them out."
+            )
+        return Batch(total, micro, count)
+    below = total // unit * unit
+    if below != total:
+        near = f"{below} or {below + unit}" if below else f"{unit}"
+        raise ValueError(f"train_batch_size {total} is no multiple of {factors}; use {near}.")
+    return Batch(total, micro or total // unit, count or total // unit)
 
 
-def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule
-) -> optax.GradientTransformation:
-    """The optimizer of optax that a configuration names, clipped, its decay masked."""
-    make = find_optimizer(config.name)
-    accepted = inspect.signature(make).parameters
-    arguments = {name: x for name, x in own_arguments(config).items() if x is not None}
-    masks = {name: decay_mask for name in DECAY_MASKS if name in accepted}
-    if "weight_decay" in accepted:
-        arguments["weight_decay"] = config.weight_decay
-    tx = make(learning_rate=schedule, **arguments, **masks)
-    if config.clip_norm:
-        return optax.chain(optax.clip_by_global_norm(config.clip_norm), tx)
-    return tx
+def check_rows(train_batch_size: int, num_tokens: int, seq_len: int) -> None:
+    """Refuses a batch of more rows than the data has: windows of seq_len + 1 tokens.
 
-
-def decay_mask(params: Any) -> Any:
-    """Which leaves weight decay is for: not a bias or scale, nor anything of a norm, nor a vector.
-
-    A norm is known by a part of the leaf's name: one that begins with "ln" or holds "norm".
-
-    >>> decay_mask({"ln_1": {"weight": jnp.ones((2, 3))}, "c_fc": {"weight": jnp.ones((2, 3))}})
-    {'c_fc': {'weight': True}, 'ln_1': {'weight': False}}
+    >>> check_rows(32, num_tokens=200, seq_len=10)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: a step takes 32 rows of 10 tokens, and the data has 19; use at most that ...
     """
-
-    def is_decayed(path: Any, leaf: Any) -> bool:
-        parts = leaf_name(path).lower().split(".")
-        is_norm = any(part.startswith("ln") or "norm" in part for part in parts)
-        return not is_norm and parts[-1] not in ("bias", "scale") and jnp.ndim(leaf) > 1
-
-    return jax.tree_util.tree_map_with_path(is_decayed, params)
+    num_rows = (num_tokens - 1) // seq_len
+    if train_batch_size > num_rows:
+        raise ValueError(
+            f"a step takes {train_batch_size} rows of {seq_len} tokens, and the data has "
+            f"{num_rows}; use at most that for train_batch_size (micro_batch x num_microbatches x "
+            "data shards), or more data."
+        )
 
 
 def make_loss_fn(model_type: type, run_layers: Callable[..., Any]) -> Callable[..., jax.Array]:

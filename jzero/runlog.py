@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from jzero.config import TrainConfig, profile_steps
 from jzero.data import Corpus
+from jzero.layout import is_floating
 from jzero.metrics import METRICS_FILE, MetricsWriter
+from jzero.policies import DTYPE_FIELDS
 from jzero.recipe import Setup
 from jzero.schema import own_arguments
+from jzero.skips import check_skip_counts
 from jzero.terminal import (
     Progress,
     StepLine,
@@ -24,6 +26,8 @@ from jzero.terminal import (
     train_flops_per_token,
 )
 from jzero.trees import abstract_leaves
+
+WRITTEN = ("loss", "grad_norm", "lr", "skipped_steps", "loss_scale")  # of what a step measures
 
 
 @dataclass
@@ -38,6 +42,9 @@ class Log:
     flops_per_token: float | None  # None where they are not told, as on a CPU
     peak_flops: float | None
     lag: int  # steps in flight while an earlier one is printed
+    names: list[str]  # of the parameters with a gradient, in tree order
+    max_skips_in_a_row: int
+    skipped_steps: int = 0
     pending: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     since: float = field(default_factory=time.perf_counter)
     wait_s: float = 0.0
@@ -72,7 +79,8 @@ class Log:
         """Fetches and writes what steps up to `last` measured, and prints a line.
 
         Raises:
-          FloatingPointError: one of the losses is not finite.
+          FloatingPointError: one of the losses is not finite though its step was not skipped, or
+            skipping can help no more.
         """
         done = [entry for entry in self.pending if entry[0] <= last]
         if not done:
@@ -81,13 +89,9 @@ class Log:
         rows = [(step, jax.device_get(metrics)) for step, metrics in done]
         seconds, wait_s = time.perf_counter() - self.since, self.wait_s
         for step, row in rows:
-            self._write(step, **row)
-            self.last_loss = float(row["loss"])
-            if not math.isfinite(self.last_loss):
-                raise FloatingPointError(
-                    f"step {step}: the loss is {self.last_loss}; lower optimizer.learning_rate, "
-                    "lengthen warmup_steps, or set clip_norm."
-                )
+            written = {name: row[name] for name in WRITTEN if name in row}
+            self._write(step, **({"skipped_steps": 0} | written))
+            self._check(step, row)
         if last == 1:
             self.print(f"step 1 compiled and done in {seconds:.1f} s")
         line = self._step_line(*rows[-1], seconds / len(rows), wait_s / len(rows))
@@ -95,6 +99,25 @@ class Log:
         if last > 1:
             self._write(last, step_ms=line.step_ms, tokens_per_s=line.tokens_per_s)
         self._restart()
+
+    def _check(self, step: int, row: dict[str, Any]) -> None:
+        """Tells of a skipped step; raises where going on makes no sense."""
+        num_skipped = int(row.get("skipped_steps", 0))
+        is_skipped, self.skipped_steps = num_skipped > self.skipped_steps, num_skipped
+        counts = row if "skipped_steps" in row else {}
+        if is_skipped:
+            name = self.names[int(row["nonfinite_leaf"])]
+            self.print(
+                f"step {step} skipped: the gradient of {name} is not finite; the loss scale is now "
+                f"{float(row['loss_scale']):g}; {num_skipped} skipped so far"
+            )
+        check_skip_counts(counts, self.names, max_skips_in_a_row=self.max_skips_in_a_row, step=step)
+        self.last_loss = float(row["loss"])
+        if not math.isfinite(self.last_loss) and not is_skipped:
+            raise FloatingPointError(
+                f"step {step}: the loss is {self.last_loss}; lower optimizer.learning_rate, "
+                "lengthen schedule.warmup_steps, or set clip_norm."
+            )
 
     def write_validation(self, step: int, loss: float) -> float:
         """Writes and prints a validation loss (nats per token), and returns it."""
@@ -127,6 +150,7 @@ class Log:
             tokens_per_s=tokens_per_s,
             tflops=None if flops is None else flops / 1e12,
             mfu=flops / self.peak_flops if flops and self.peak_flops else None,
+            skipped_steps=self.skipped_steps,
             memory_bytes=stats.get("peak_bytes_in_use"),
             eta_s=None if step == 1 else step_s * (self.num_steps - step),
         )
@@ -136,16 +160,17 @@ def open_log(setup: Setup, console: Console, is_first: bool) -> Log:
     """The log of a run, and its metrics file; only the first process writes."""
     config, device = setup.config, jax.devices()[0]
     settings, is_cpu = config.train, device.platform == "cpu"
-    global_rows = setup.rows * settings.num_microbatches
     return Log(
         progress=Progress(settings.num_steps, console=console),
         writer=open_writer(settings) if is_first else None,
         num_steps=settings.num_steps,
         log_every=settings.log_every,
-        tokens_per_step=global_rows * config.data.seq_len,
+        tokens_per_step=setup.batch.train_batch_size * config.data.seq_len,
         flops_per_token=None if is_cpu else _flops_per_token(setup),
         peak_flops=peak_flops(device.device_kind, _dtypes(setup)["compute"]),
         lag=0 if is_cpu else 1,
+        names=[n for n, x in abstract_leaves(setup.abstract).items() if is_floating(x.dtype)],
+        max_skips_in_a_row=config.precision.max_skips_in_a_row,
     )
 
 
@@ -188,7 +213,8 @@ def start_rows(setup: Setup, corpus: Corpus) -> list[tuple[str, str]]:
     settings, mesh = config.train, zero.mesh
     report = zero.report(setup.abstract, setup.tx)
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    shards, global_rows = setup.rows // settings.micro_batch, setup.rows * settings.num_microbatches
+    batch = setup.batch
+    shards, global_rows = setup.rows // batch.micro_batch, batch.train_batch_size
     flops, dtypes = _flops_per_token(setup), _dtypes(setup)
     num_params = _num_params(setup)
     memory = {
@@ -196,7 +222,7 @@ def start_rows(setup: Setup, corpus: Corpus) -> list[tuple[str, str]]:
         "gradients": report.grads_bytes,
         "optimizer state": report.state_bytes,
     }
-    sent = report.wire(settings.num_microbatches)
+    sent = report.wire(batch.num_microbatches)
     bigram = corpus.bigram_bits
     return [
         ("model", config.model.target),
@@ -207,12 +233,13 @@ def start_rows(setup: Setup, corpus: Corpus) -> list[tuple[str, str]]:
         ("a device sends", f"{format_bytes(sent)} a step"),
         (
             "batch",
-            f"micro_batch {settings.micro_batch} x num_microbatches {settings.num_microbatches} x "
+            f"micro_batch {batch.micro_batch} x num_microbatches {batch.num_microbatches} x "
             f"{shards} data shards = {global_rows} rows of {config.data.seq_len} tokens "
             f"= {global_rows * config.data.seq_len:,} tokens a step",
         ),
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
-        ("optimizer", f"{config.optimizer.name}, {config.optimizer.schedule} schedule"),
+        ("loss scale", _loss_scale(setup)),
+        ("optimizer", f"{config.optimizer.name}, schedule {config.schedule.name}"),
         (
             "data",
             f"{config.data.path}: {corpus.train.size:,} tokens to train, {corpus.val.size:,} to "
@@ -237,8 +264,17 @@ def _flops_per_token(setup: Setup) -> float:
 
 
 def _dtypes(setup: Setup) -> dict[str, str]:
-    stored = {str(np.dtype(x.dtype)) for x in abstract_leaves(setup.abstract).values()}
-    params = " and ".join(sorted(stored))
-    precision = setup.config.precision
-    computed = precision.compute_dtype or getattr(setup.abstract, "compute_dtype", None) or params
-    return {"params": params, "compute": str(computed), "reduce": precision.reduce_dtype or params}
+    """The dtype of everything, by what has it."""
+    return {name.removesuffix("_dtype"): getattr(setup.policy, name) for name in DTYPE_FIELDS}
+
+
+def _loss_scale(setup: Setup) -> str:
+    """How the loss is scaled, and what is done about gradients that are not finite."""
+    scale, options = setup.policy.loss_scale, setup.config.precision
+    stops = f"stops after {options.max_skips_in_a_row} in a row"
+    if scale is None:
+        return "none; a loss that is not finite stops the run"
+    if scale != "dynamic":
+        return f"{scale:g}; a step whose gradients are not finite is skipped, {stops}"
+    power = options.scale_options.get("initial_scale_power", 16)
+    return f"dynamic from 2**{power}; a step that overflows is skipped"

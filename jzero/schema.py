@@ -1,6 +1,7 @@
 """Tables of TOML made into typed dataclasses, whose fields may come from a function's signature.
 
-Which sections there are, and what is in them, `jzero.config` says.
+Which sections there are, and what is in them, `jzero.config` says. What optax has by which name is
+found here, by inspection.
 """
 
 import difflib
@@ -8,15 +9,28 @@ import importlib
 import inspect
 import tomllib
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import optax
+import optax.contrib
+import optax.schedules
+
+from jzero.schedules import DEEPSPEED, OURS
 
 SCALARS = (bool, int, float, str)
-NOT_TRAINABLE_HERE = frozenset({"lbfgs"})  # its line search calls the loss
+# Optimizers of optax that need more than gradients and a loss value: why, and what to use.
+NEEDS_MORE = {
+    "lbfgs": "its line search calls the loss; use adamw, say",
+    "sophia": "it estimates the Hessian from the loss function; use adamw, say",
+    "dpsgd": "it needs a gradient for each example; use noisy_sgd, say",
+    "sam": "it takes gradients at moved parameters, for two other optimizers; use adamw, say",
+    "schedule_free": "it wraps another optimizer; use schedule_free_adamw or schedule_free_sgd",
+    "mechanize": "it wraps another optimizer; use prodigy, say",
+    "lookahead": "it wraps another optimizer and keeps pairs of parameters; use adamw, say",
+}
 ABSENT = object()  # in place of an argument that the file must give and does not
 OWN = {"own": True}  # metadata of a field that is an argument of what its section names
 
@@ -68,28 +82,108 @@ def import_target(target: str) -> Callable[..., Any]:
     return found
 
 
+def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
+    """Every optimizer of optax and optax.contrib that a run can use, by its plain name.
+
+    Found by inspection: public functions with an argument for a learning rate that can be called
+    with a learning rate alone or with nothing at all, but those that need more than gradients and
+    the value of the loss (`NEEDS_MORE`). Of two with one name optax's own goes first.
+
+    >>> {"adamw", "lion", "muon", "prodigy", "polyak_sgd"} <= optimizers().keys()
+    True
+    """
+    functions = _functions(optax.contrib) | _functions(optax)
+    return {name: f for name, f in functions.items() if _is_optimizer(name, f)}
+
+
 def find_optimizer(name: str) -> Callable[..., optax.GradientTransformation]:
     """The function of optax that makes an optimizer.
 
     Raises:
-      ValueError: optax has none of that name, or not one that takes `learning_rate`.
+      ValueError: optax has none of that name, or one that needs more than a configuration gives.
 
     >>> find_optimizer("adamww")
     Traceback (most recent call last):
     ValueError: [optimizer] name is 'adamww', no optimizer of optax; did you mean 'adamw'?
     """
-    names = [key for key, value in vars(optax).items() if _is_optimizer(key, value)]
-    if name in names:
-        return getattr(optax, name)
-    near = nearest(name, names)
-    mend = f"did you mean {near!r}?" if near else f"use one of {', '.join(sorted(names))}."
+    found = optimizers()
+    if name in found:
+        return found[name]
+    if name in NEEDS_MORE:
+        raise ValueError(f"[optimizer] name is {name!r}, not for a run here: {NEEDS_MORE[name]}.")
+    plain = name.rpartition(".")[2]
+    if plain in found:
+        mend = f"write {plain!r}: plain names reach optax and optax.contrib."
+    elif near := nearest(name, found):
+        mend = f"did you mean {near!r}?"
+    else:
+        mend = f"use one of {', '.join(sorted(found))}."
     raise ValueError(f"[optimizer] name is {name!r}, no optimizer of optax; {mend}")
 
 
-def _is_optimizer(name: str, value: Any) -> bool:
-    if name.startswith(("_", "scale_by")) or name in NOT_TRAINABLE_HERE:
+def takes_schedule(make: Callable[..., optax.GradientTransformation]) -> bool:
+    """Whether an optimizer's learning rate may follow a schedule, not be a number alone.
+
+    >>> [takes_schedule(make) for make in (optax.adam, optax.rprop, optax.polyak_sgd)]
+    [True, False, False]
+    """
+    found = parameters(make).get("learning_rate")
+    if found is None:
         return False
-    return inspect.isfunction(value) and "learning_rate" in inspect.signature(value).parameters
+    return any(get_origin(member) is Callable for member in get_args(found.annotation))
+
+
+def _functions(module: types.ModuleType) -> dict[str, Callable[..., Any]]:
+    """The public functions of a module."""
+    return {k: f for k, f in vars(module).items() if k[0] != "_" and inspect.isfunction(f)}
+
+
+def _is_optimizer(name: str, make: Callable[..., Any]) -> bool:
+    if name.startswith("scale_by") or name in NEEDS_MORE:
+        return False
+    found = inspect.signature(make).parameters
+    return any("learning_rate" in key for key in found) and _required(make) <= {"learning_rate"}
+
+
+def _required(make: Callable[..., Any]) -> set[str]:
+    return {name for name, p in parameters(make).items() if p.default is p.empty}
+
+
+def find_schedule(name: str) -> Callable[..., optax.Schedule]:
+    """The function that makes a schedule: ours, DeepSpeed's in either spelling, or optax's.
+
+    Raises:
+      ValueError: there is none of that name, or it needs an argument that TOML cannot give.
+
+    >>> find_schedule("WarmupLR") is find_schedule("warmup_lr")
+    True
+    >>> find_schedule("cosin")
+    Traceback (most recent call last):
+    ValueError: [schedule] name is 'cosin', no schedule; did you mean 'cosine'?
+    """
+    found = schedules_by_name()
+    if name not in found:
+        near = nearest(name, found)
+        mend = f"did you mean {near!r}?" if near else f"use one of {', '.join(sorted(found))}."
+        raise ValueError(f"[schedule] name is {name!r}, no schedule; {mend}")
+    for key in sorted(_required(found[name])):
+        if toml_type(parameters(found[name])[key].annotation) is None:
+            raise ValueError(
+                f"[schedule] name is {name!r}, which needs {key}, and TOML cannot give that; use "
+                "another schedule, or one in a training loop of your own."
+            )
+    return found[name]
+
+
+def schedules_by_name() -> dict[str, Callable[..., optax.Schedule]]:
+    """Every schedule by name; optax's are the functions of optax.schedules that return one."""
+    theirs = {k: f for k, f in _functions(optax.schedules).items() if _makes_schedule(f)}
+    deepspeed = {make.__name__: make for make in DEEPSPEED.values()}
+    return theirs | DEEPSPEED | deepspeed | OURS
+
+
+def _makes_schedule(make: Callable[..., Any]) -> bool:
+    return inspect.signature(make, eval_str=True).return_annotation == optax.Schedule
 
 
 def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -112,9 +206,13 @@ def toml_type(hint: Any, default: Any = None) -> Any:
         return type(default) if isinstance(default, SCALARS) else (bool | int | float | str | None)
     if hint in SCALARS or get_origin(hint) is Literal:
         return hint
-    if get_origin(hint) in (tuple, list):
+    if get_origin(hint) in (tuple, list, Iterable, Sequence):
         element = toml_type(get_args(hint)[0])
         return None if element is None else tuple[element, ...]
+    if get_origin(hint) is dict:
+        key, value = get_args(hint)
+        value = toml_type(value)
+        return dict[key, value] if key in (int, str) and value is not None else None
     if get_origin(hint) not in (Union, types.UnionType):
         return None
     members = [member for member in map(toml_type, get_args(hint)) if member is not None]
@@ -168,8 +266,8 @@ def parse_section(
             continue
         if absent is ABSENT:
             raise ValueError(
-                f"[{section}] lacks {f.name!r}, which {table['target']} needs; give it a value of "
-                f"type {_type_name(hints[f.name])}."
+                f"[{section}] lacks {f.name!r}, which {table.get('target', table.get('name'))} "
+                f"needs; give it a value of type {_type_name(hints[f.name])}."
             )
         values[f.name] = absent
     return kind(**values)
@@ -179,6 +277,8 @@ def _unknown_key(section: str, key: str, keys: list[str], sections: Mapping[str,
     near, home = nearest(key, keys), _home(key, sections)
     if home is not None and home != section:
         mend = f"it belongs in [{home}]."
+    elif key in sections:
+        mend = f"there is a section [{key}] for it."
     elif near is not None:
         mend = f"did you mean {near!r}?"
     else:
@@ -206,6 +306,9 @@ def _convert(value: Any, hint: Any) -> Any:
         return value
     if get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_convert(element, get_args(hint)[0]) for element in value)
+    if get_origin(hint) is dict and isinstance(value, dict):
+        key_type, value_type = get_args(hint)
+        return {_key(k, key_type): _convert(x, value_type) for k, x in value.items()}
     if get_origin(hint) in (Union, types.UnionType):
         for member in sorted(get_args(hint), key=lambda member: member is not type(value)):
             try:
@@ -213,6 +316,13 @@ def _convert(value: Any, hint: Any) -> Any:
             except TypeError:
                 continue
     raise TypeError(hint)
+
+
+def _key(key: str, hint: Any) -> Any:
+    """A key of a table, which TOML always has as text."""
+    if hint is int and not key.isdecimal():
+        raise TypeError(hint)
+    return hint(key)
 
 
 def _type_name(hint: Any) -> str:
@@ -223,6 +333,8 @@ def _type_name(hint: Any) -> str:
         return " or ".join(map(repr, get_args(hint)))
     if get_origin(hint) is tuple:
         return f"array of {_type_name(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return "table of " + " to ".join(map(_type_name, get_args(hint)))
     return hint.__name__
 
 

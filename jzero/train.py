@@ -20,10 +20,13 @@ from rich.console import Console
 
 from jzero.config import Config, TrainConfig
 from jzero.data import Batches, Corpus, open_corpus, prefetch
+from jzero.layout import is_floating
 from jzero.metrics import METRICS_FILE, plot_loss
-from jzero.recipe import Setup, make_setup, trace_loss
+from jzero.outputs import split_loss
+from jzero.recipe import Setup, check_rows, make_setup, trace_loss
 from jzero.runlog import Log, Tracer, open_log, start_rows
 from jzero.sample import write_sample
+from jzero.skips import loss_scale, skip_counts
 from jzero.terminal import print_table
 from jzero.tokens import Tokens
 
@@ -71,7 +74,8 @@ def train(config: Config, console: Console | None = None) -> Result:
 
     Raises:
       ValueError: configuration or data that cannot work, before anything is compiled.
-      FloatingPointError: the loss is not finite; names the step.
+      FloatingPointError: the loss is not finite, or steps are skipped that no lower loss scale can
+        mend; names the step.
     """
     return run_job(prepare(config), console)
 
@@ -85,6 +89,7 @@ def prepare(config: Config) -> Job:
     _check_extras(config.train)
     setup = make_setup(config)
     corpus = open_corpus(config.data, config.model)
+    check_rows(setup.batch.train_batch_size, corpus.train.size, config.data.seq_len)
     return Job(setup, corpus)
 
 
@@ -97,26 +102,50 @@ def make_step(setup: Setup, graphdef: Any) -> Callable[..., tuple[TrainState, di
 
     Returns:
       A jitted function that takes the state over (it is donated). It measures `loss`, `grad_norm`
-      (before clipping) and `lr`.
+      (before clipping, after unscaling), `lr`, and the counts of skipped steps.
     """
-    num_microbatches = setup.config.train.num_microbatches
-    value_and_grad = setup.zero.value_and_grad(setup.loss_fn, num_microbatches=num_microbatches)
+    value_and_grad = setup.value_and_grad()
+    is_scaled = setup.policy.loss_scale not in (None, 1.0)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(
         state: TrainState, tokens: jax.Array, key: jax.Array
     ) -> tuple[TrainState, dict[str, Any]]:
         model = nnx.merge(graphdef, state.params, state.others)
-        loss, grads = value_and_grad(model, tokens, jax.random.fold_in(key, state.step))
-        others = nnx.split(model, nnx.Param, ...)[2]
-        updates, opt_state = setup.tx.update(grads, state.opt_state, state.params)
+        scale = loss_scale(state.opt_state) if is_scaled else None
+        key = jax.random.fold_in(key, state.step)
+        loss, grads = value_and_grad(model, tokens, key, loss_scale=scale)
+        # value: what an optimizer that adapts to the loss asks for; others ignore it.
+        updates, opt_state = setup.tx.update(grads, state.opt_state, state.params, value=loss)
         params = optax.apply_updates(state.params, updates)
-        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
-        lr = setup.schedule(state.step)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(wide), "lr": lr}
+        others = _unless_skipped(nnx.split(model, nnx.Param, ...)[2], state, opt_state)
+        metrics = _measured(loss, grads, scale) | skip_counts(opt_state)
+        metrics["lr"] = setup.schedule(state.step - _num_skipped(state.opt_state))
         return TrainState(params, others, opt_state, state.step + 1), metrics
 
     return step
+
+
+def _measured(loss: jax.Array, grads: Any, scale: jax.Array | None) -> dict[str, Any]:
+    """The loss, and the global norm of the gradients, before clipping and after unscaling."""
+    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+    norm = optax.tree.norm(wide)
+    return {"loss": loss, "grad_norm": norm if scale is None else norm / scale}
+
+
+def _num_skipped(opt_state: Any) -> Any:
+    """Steps so far that changed nothing; a schedule does not count them."""
+    return skip_counts(opt_state).get("skipped_steps", 0)
+
+
+def _unless_skipped(new: Any, state: TrainState, opt_state: Any) -> Any:
+    """Other Variables after a step; a skipped one leaves batch statistics as they were."""
+    is_skipped = _num_skipped(opt_state) != _num_skipped(state.opt_state)
+
+    def pick(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(is_skipped, old, new) if is_floating(old.dtype) else new
+
+    return jax.tree.map(pick, new, state.others)
 
 
 def init_state(setup: Setup, key: jax.Array) -> tuple[Any, TrainState]:
@@ -158,7 +187,7 @@ def _run_steps(
     key = jax.device_put(key, NamedSharding(setup.zero.mesh, P()))
     # XLA's CPU collectives starve with several steps in flight; a GPU is to be kept busy.
     waits = jax.default_backend() == "cpu"
-    batches = _batches(setup, job.corpus.train, setup.rows * settings.num_microbatches)
+    batches = _batches(setup, job.corpus.train, setup.batch.train_batch_size)
     tracer = Tracer(settings, log.is_first)
     for step, rows in enumerate(_timed(prefetch(batches), settings.num_steps, log), 1):
         tracer.before(step, state)
@@ -198,14 +227,20 @@ def _batches(setup: Setup, tokens: Tokens, num_rows: int) -> Batches:
 def _make_evaluate(job: Job, graphdef: Any) -> Callable[[TrainState], float]:
     """Mean loss over validation batches that are the same ones each time."""
     setup = job.setup
-    loss_fn = setup.zero.apply(setup.loss_fn)
+
+    def weighted(*args: Any) -> tuple[jax.Array, Any]:
+        total, weight, _ = split_loss(setup.loss_fn(*args), has_aux=False)
+        return total, jnp.ones(()) if weight is None else weight
+
+    loss_fn = setup.zero.apply(weighted)
     batches = _batches(setup, job.corpus.val, setup.rows)
     num_batches = min(setup.config.train.eval_batches, len(batches))
 
     def evaluate(state: TrainState) -> float:
         model = nnx.merge(graphdef, state.params, state.others)
-        losses = (loss_fn(model, setup.place(batches[i])) for i in range(num_batches))
-        return float(np.mean([float(loss) for loss in losses]))
+        pairs = [loss_fn(model, setup.place(batches[i])) for i in range(num_batches)]
+        totals, weights = np.asarray(jax.device_get(pairs), np.float64).T
+        return float(totals.sum() / weights.sum())
 
     return evaluate
 

@@ -31,7 +31,9 @@ from jzero.layout import (
 )
 from jzero.memo import Memo
 from jzero.optimizer import Partition, is_partitioned, partitioned
+from jzero.precision import with_state_dtype
 from jzero.report import Report
+from jzero.sent import added_bytes
 from jzero.trees import abstract_leaves, check_against, named_leaves, param_tree, select, split
 
 
@@ -48,6 +50,8 @@ class Zero:
         read; stage 3 needs it.
       reduce_dtype: the dtype gradients travel in; their own where left out.
       min_size: arrays of fewer elements stay whole.
+      cut_layers: at stage 1, whether stacks of layers are cut between layers, so that Muon, say,
+        works on whole matrices and its update needs no collective.
 
     Raises:
       ValueError: for any value that cannot be honoured.
@@ -68,6 +72,7 @@ class Zero:
     like: Any = dataclasses.field(default=None, kw_only=True, repr=False)
     reduce_dtype: Any = dataclasses.field(default=None, kw_only=True)
     min_size: int = dataclasses.field(default=0, kw_only=True)
+    cut_layers: bool = dataclasses.field(default=False, kw_only=True)
     _memo: Memo = dataclasses.field(default=None, init=False, repr=False)  # type: ignore
 
     def __post_init__(self) -> None:
@@ -102,7 +107,12 @@ class Zero:
         return losses.Place(self.mesh, axes, replicas, STAGES[self.stage], self.reduce_dtype)
 
     def _make_layout(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> Layout:
-        layout = make_layout(shapes, num_shards=self.num_shards, min_size=self.min_size)
+        layout = make_layout(
+            shapes,
+            num_shards=self.num_shards,
+            min_size=self.min_size,
+            cut_layers=self.cut_layers,
+        )
         if STAGES[self.stage].state:
             return layout
         return {name: leaf.whole("stage 0") for name, leaf in layout.items()}
@@ -213,11 +223,18 @@ class Zero:
 
     # The optimizer and the gradients.
 
-    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    def optimizer(
+        self, tx: optax.GradientTransformation, *, state_dtype: Any = None
+    ) -> optax.GradientTransformationExtraArgs:
         """Wraps any optax transform: the same state tree, each large leaf of it cut to 1/N.
+
+        It computes in at least float32: moments of 16-bit parameters are float32, and so are the
+        updates (optax itself keeps both in 16 bits).
 
         Args:
           tx: the transform, for logical parameters; it never meets padding.
+          state_dtype: stores moments in this dtype instead, such as "bfloat16", and widens them for
+            each update.
 
         Returns:
           A transform; `update(grads, state, params)` takes gradients of `value_and_grad`, or the
@@ -230,14 +247,16 @@ class Zero:
                 f"optimizer needs an optax transform with init and update, not "
                 f"{type(tx).__name__} {tx!r:.60}; pass optax.adamw(1e-3), say."
             )
-        partition = Partition(
+        return partitioned(with_state_dtype(tx, state_dtype), self._partition(self._keeps_shards))
+
+    def _partition(self, keeps_shards: Callable[[], bool]) -> Partition:
+        return Partition(
             place=self._place,
             layout_of=functools.partial(self._layout_of, may_miss=True),
             min_size=self.min_size,
             remember=self._memo.remember,
-            keeps_shards=self._keeps_shards,
+            keeps_shards=keeps_shards,
         )
-        return partitioned(tx, partition)
 
     def _keeps_shards(self) -> bool:
         """Whether updates stay cut; warns once where stage 2 or 3 cannot be had."""
@@ -527,7 +546,11 @@ class Zero:
         """
         tree = param_tree(params)
         layout = self._layout_of(abstract_leaves(tree))
-        state = {} if tx is None else self._reported_state(tree, layout, tx)
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layout.values()]
+        logical = jax.tree.unflatten(jax.tree.structure(tree), shapes)
+        if tx is not None and not is_partitioned(tx):
+            tx = self.optimizer(tx)
+        partition = self._partition(lambda: self._cuts_params)
         place = self._place
         return Report(
             stage_number=self.stage,
@@ -536,16 +559,12 @@ class Zero:
             num_replicas=place.num_data_shards // self.num_shards,
             reduce_dtype=self.reduce_dtype,
             params=layout,
-            state=state,
+            state={} if tx is None else self._reported_state(logical, tx),
             reads=dict(self._memo.reads),
+            update_bytes=0 if tx is None else added_bytes(tx, partition, logical),
         )
 
-    def _reported_state(
-        self, tree: Any, layout: Layout, tx: optax.GradientTransformation
-    ) -> dict[str, Leaf]:
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layout.values()]
-        params = jax.tree.unflatten(jax.tree.structure(tree), shapes)
-        tx = tx if is_partitioned(tx) else self.optimizer(tx)
+    def _reported_state(self, params: Any, tx: optax.GradientTransformation) -> dict[str, Leaf]:
         state = named_leaves(jax.eval_shape(tx.init, params))[0]
         return dict(zip(state, self._memo.find(state), strict=True))
 
@@ -569,6 +588,12 @@ def _check(zero: Zero) -> None:
         )
     if isinstance(zero.min_size, bool) or not isinstance(zero.min_size, int) or zero.min_size < 0:
         raise ValueError(f"min_size is {zero.min_size!r}; give a number of elements, 0 or more.")
+    if not isinstance(zero.cut_layers, bool) or (zero.cut_layers and zero.stage != 1):
+        raise ValueError(
+            f"cut_layers is {zero.cut_layers!r} at stage {zero.stage}; True is for stage 1 alone, "
+            "since above it a loop over layers gathers or reduces one at a time. Leave it out, or "
+            "use stage 1."
+        )
     if zero.reduce_dtype is not None and not is_floating(jnp.dtype(zero.reduce_dtype)):
         raise ValueError(f"reduce_dtype is {zero.reduce_dtype!r}; give a floating-point dtype.")
 

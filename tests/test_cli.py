@@ -9,7 +9,14 @@ import jax
 import pytest
 
 from jzero.cli import main, parse_arguments
-from jzero.schema import own_arguments
+from jzero.metrics import read_metrics
+from jzero.schema import (
+    find_schedule,
+    optimizers,
+    own_arguments,
+    parameters,
+    schedules_by_name,
+)
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 SIZES = {"gpt2_124m": "124.4M", "gpt2_355m": "354.8M", "gpt2_774m": "774.0M", "gpt2_1558m": "1.6B"}
@@ -111,6 +118,48 @@ def test_another_optimizer_brings_its_own_flags(config_path):
     assert own_arguments(config.optimizer)["momentum"] == 0.9
 
 
+def test_another_schedule_brings_its_own_flags(config_path):
+    flags = ["--schedule.name", "WarmupLR", "--schedule.warmup_num_steps=9"]
+    config = parse_arguments("train", [config_path, *flags])
+    assert own_arguments(config.schedule)["warmup_num_steps"] == 9
+    flags = ["--schedule.name", "piecewise_constant_schedule", "--schedule.init_value", "1",
+             "--schedule.boundaries_and_scales", "10", "0.5", "20", "0.1"]  # fmt: skip
+    own = own_arguments(parse_arguments("train", [config_path, *flags]).schedule)
+    assert own == {"init_value": 1.0, "boundaries_and_scales": {10: 0.5, 20: 0.1}}
+
+
+def test_one_cycle_is_trained_with_its_momentum_under_the_default_stage(config_path, tmp_path):
+    flags = ["--schedule.name=OneCycle", "--schedule.cycle_min_lr=0.25", "--train.num_steps=4",
+             "--schedule.cycle_max_lr=1", "--schedule.cycle_first_step_size=3",
+             "--optimizer.name=sgd"]  # fmt: skip
+    assert main(["train", config_path, *flags]) == 0
+    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert [row["lr"] for row in rows if "lr" in row] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_an_optimizer_of_another_kind_brings_the_schedule_that_it_takes(config_path):
+    config = parse_arguments("train", [config_path, "--optimizer.name", "polyak_sgd"])
+    assert (config.schedule.name, config.optimizer.learning_rate) == ("none", None)
+
+
+@pytest.mark.parametrize("name", sorted(optimizers()))
+def test_help_has_the_flags_of_every_optimizer(config_path, capsys, name):
+    assert main(["train", config_path, "--optimizer.name", name, "--help"]) == 0
+    assert f"(default: {name})" in capsys.readouterr().out
+
+
+SCHEDULES = sorted(schedules_by_name().keys() - {"join_schedules"})
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_help_has_the_flags_of_every_schedule(config_path, capsys, name):
+    assert main(["train", config_path, "--schedule.name", name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"(default: {name})" in out
+    own = set(parameters(find_schedule(name))) - {"learning_rate", "num_steps"}
+    assert all(f"--schedule.{key}" in out for key in own)
+
+
 @pytest.fixture
 def users_folder(tmp_path, monkeypatch) -> Path:
     """The current directory: mine.toml names a model of the user's beside it."""
@@ -146,6 +195,15 @@ FAILURES = [
     (["train", "{config}", "--data.path", "/nowhere"], "data path '/nowhere' does not exist"),
     (["train", "{config}", "--data.seq_len", "17"], "seq_len 17 is longer than the model's num_"),
     (["report", "{config}", "--mesh.data", "3"], "3 devices, but there are 8"),
+    (["report", "{config}", "--train.train_batch_size", "20"],
+     "train_batch_size 20 is no multiple of micro_batch 1 x 8 data shards; use 16 or 24."),
+    (["train", "{config}", "--train.micro_batch", "100"], "takes 800 rows of 8 tokens, and the d"),
+    (["report", "{config}", "--schedule.warmup_steps", "3"], "warmup_steps 3 is longer than the r"),
+    (["report", "{config}", "--schedule.name", "cosin"], "no schedule; did you mean 'cosine'?"),
+    (["report", "{config}", "--schedule.name", "constant_schedule"], "--schedule.value"),
+    (["report", "{config}", "--schedule.name", "WarmupLR", "--schedule.warmup_num_steps", "2",
+      "--optimizer.learning_rate", "1"], "learning_rate is 1.0; the schedule WarmupLR has its own"),
+    (["report", "{config}", "--optimizer.name", "lbfgs"], "its line search calls the loss"),
 ]  # fmt: skip
 
 
@@ -183,7 +241,7 @@ def test_an_error_shows_where_it_was_raised_when_asked(config_path, monkeypatch)
         main(["train", config_path, "--data.path", "/nowhere"])
 
 
-SECTIONS = ("model", "optimizer", "data", "precision", "zero", "mesh", "train")
+SECTIONS = ("model", "optimizer", "schedule", "data", "precision", "zero", "mesh", "train")
 
 
 def test_help_names_the_commands_and_the_sections(capsys):

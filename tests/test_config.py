@@ -5,6 +5,8 @@ import re
 import textwrap
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -13,13 +15,17 @@ from jzero.config import (
     OptimizerConfig,
     PrecisionConfig,
     TrainConfig,
+    default_schedule,
     load_config,
     optimizer_section,
     parse_config,
     profile_steps,
+    schedule_section,
 )
+from jzero.rates import make_optimizer, make_schedule
 from jzero.recipe import model_factory
-from jzero.schema import find_optimizer, own_arguments
+from jzero.schedules import DEEPSPEED
+from jzero.schema import NEEDS_MORE, find_optimizer, find_schedule, optimizers, own_arguments
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 NUM_PARAMS = {"124m": 124_439_808, "355m": 354_823_168, "774m": 774_030_080, "1558m": 1_557_611_200}
@@ -65,21 +71,43 @@ REFUSED = [
     ("[train]\nnum_steps = 0", "[train] num_steps is 0; use 1 or more."),
     ("[train]\nmicro_batch = -3", "[train] micro_batch is -3; use 1 or more."),
     ("[train]\nnum_microbatches = 0", "[train] num_microbatches is 0; use 1 or more."),
+    ("[train]\ntrain_batch_size = 0", "[train] train_batch_size is 0; use 1 or more."),
     ("[train]\neval_every = -1", "[train] eval_every is -1; use 0 or more."),
     ("[train]\nsample_temperature = -1", "[train] sample_temperature is -1.0; use 0 or more."),
     ("[train]\nprofile = '5:3'", "[train] profile is '5:3'; give A:B with 1 <= A <= B <= num_st"),
     ("[precision]\nreduce_dtype = 'f32'", "reduce_dtype is 'f32'; use one of float16, bfloat16"),
     ("[optimizer]\nname = 'adamww'", "'adamww', no optimizer of optax; did you mean 'adamw'"),
     ("[optimizer]\nname = 'clip'", "name is 'clip', no optimizer of optax; "),
-    ("[optimizer]\nname = 'lbfgs'", "name is 'lbfgs', no optimizer of optax; "),
+    ("[optimizer]\nname = 'lbfgs'", "name is 'lbfgs', not for a run here: its line search calls"),
+    ("[optimizer]\nname = 'sam'", "'sam', not for a run here: it takes gradients at moved param"),
+    ("[optimizer]\nname = 'sophia'", "'sophia', not for a run here: it estimates the Hessian"),
+    ("[optimizer]\nname = 'schedule_free'", "use schedule_free_adamw or schedule_free_sgd."),
+    ("[optimizer]\nname = 'contrib.muon'", "write 'muon': plain names reach optax and optax.con"),
+    ("[optimizer]\nname = 'scale_by_adam'", "'scale_by_adam', no optimizer of optax; did you"),
     ("[optimizer]\nbeta1 = 0.9", "[optimizer] has no key 'beta1'; "),
     ("[optimizer]\nname = 'sgd'\nb1 = 0.9", "[optimizer] has no key 'b1'; its keys are"),
-    ("[optimizer]\nschedule = 'cos'", "of type 'cosine' or 'linear' or 'constant'."),
+    ("[optimizer]\nschedule = 'cosine'", "no key 'schedule'; there is a section [schedule] for"),
+    ("[optimizer]\nwarmup_steps = 3", "[optimizer] has no key 'warmup_steps'; it belongs in [sch"),
+    ("[optimizer]\nmin_learning_rate_ratio = 2", "has no key 'min_learning_rate_ratio'; "),
+    ("[schedule]\nname = 'cosin'", "[schedule] name is 'cosin', no schedule; did you mean 'cosin"),
+    ("[schedule]\nname = 'xyzzy'", "[schedule] name is 'xyzzy', no schedule; use one of LRRange"),
+    ("[schedule]\nname = 3", "[schedule] name is 3, of type int; give it a value of type str."),
+    ("[schedule]\nname = 'join_schedules'", "'join_schedules', which needs schedules, and TOML"),
+    ("[schedule]\nwarmup_step = 3", "[schedule] has no key 'warmup_step'; did you mean 'warmup_s"),
+    ("[schedule]\nlearning_rate = 3", "no key 'learning_rate'; it belongs in [optimizer]."),
+    ("[schedule]\nnum_steps = 3", "[schedule] has no key 'num_steps'; it belongs in [train]."),
+    ("[schedule]\nname = 'none'\nvalue = 1", "[schedule] has no key 'value'; "),
+    ("[schedule]\nname = 'WarmupLR'\nwarmup_type = 'x'", "value of type 'log' or 'linear'."),
+    ("[schedule]\nname = 'WarmupLR'\nwarmup_max = 1", "did you mean 'warmup_max_lr'?"),
+    ("[schedule]\nname = 'OneCycle'\ncycle_min_lr = 1", "lacks 'cycle_max_lr', which OneCycle n"),
+    ("[schedule]\nname = 'constant_schedule'", "[schedule] lacks 'value', which constant_schedul"),
+    ("[schedule]\nname = 'piecewise_constant_schedule'\ninit_value = 1\n"
+     "boundaries_and_scales = {x = 0.5}", "give it a value of type table of int to float."),
     ("[optimizer]\nlearning_rate = 0", "[optimizer] learning_rate is 0.0; use a number above 0."),
     ("[optimizer]\nclip_norm = -1", "[optimizer] clip_norm is -1.0; use 0 or more."),
-    ("[optimizer]\nmin_learning_rate_ratio = 2", "ratio is 2.0; use a share from 0 to 1."),
-    ("[optimizer]\nname = 'adam'\nweight_decay = 0.1", "adam has no masked weight decay: use 0"),
-    ("[optimizer]\nname = 'novograd'\nweight_decay = 0.1", "novograd has no masked weight decay"),
+    ("[optimizer]\nname = 'adam'\nweight_decay = 0.1", "adam has no masked one: use 0, or adamw."),
+    ("[optimizer]\nname = 'novograd'\nweight_decay = 0.1", "novograd has no masked one: use 0"),
+    ("[optimizer]\nname = 'adafactor'\nweight_decay = 0.1", "set weight_decay_rate instead."),
     ("[model]\ntarget = 'models.gpt2'", "[model] target 'models.gpt2' is not MODULE:NAME; write"),
     ("[model]\ntarget = 'models.gpt3:GPT2'", "models.gpt3 cannot be imported (No module named"),
     ("[model]\ntarget = 'models.gpt2:GTP2'", "models.gpt2 has no 'GTP2'; did you mean 'GPT2'?"),
@@ -185,10 +213,84 @@ def test_an_optimizer_has_ours_and_its_own_arguments(name):
     find_optimizer(name)(learning_rate=0.1, **given)
 
 
-def test_every_optimizer_of_optax_makes_a_section():
-    for name in ("adabelief", "adadelta", "adan", "lars", "noisy_sgd", "radam", "yogi", "sign_sgd"):
-        assert find_optimizer(name) is getattr(optax, name)
-        optimizer_section(name)(name=name)
+@pytest.mark.filterwarnings("ignore:.*optimistic_adam.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", sorted(optimizers()))
+def test_every_optimizer_of_optax_and_contrib_is_made_from_its_name_alone(name):
+    tables: dict = {"optimizer": {"name": name}}
+    if name == "noisy_sgd":
+        tables["optimizer"]["key"] = 0
+    config = parse_config(tables)
+    tx = make_optimizer(config.optimizer, make_schedule(config))
+    assert isinstance(tx, optax.GradientTransformation)
+    params = {"fc": {"weight": jnp.ones((3, 2))}, "ln": {"weight": jnp.ones(3)}}
+
+    def step(params):
+        tx_ = optax.with_extra_args_support(tx)
+        return tx_.update(params, tx_.init(params), params, value=1.0)[0]  # gradients and a value
+
+    assert jax.tree.structure(jax.eval_shape(step, params)) == jax.tree.structure(params)
+
+
+def test_optimizers_are_found_by_inspection_and_what_needs_more_is_not_among_them():
+    found = optimizers()
+    for name in ("adabelief", "adadelta", "adan", "lars", "noisy_sgd", "yogi", "polyak_sgd"):
+        assert found[name] is find_optimizer(name) is getattr(optax, name)
+    for name in ("muon", "prodigy", "dog", "cocob", "dadapt_adamw", "momo", "schedule_free_sgd"):
+        assert found[name] is find_optimizer(name) is getattr(optax.contrib, name)
+    assert not found.keys() & NEEDS_MORE.keys()
+    functions = vars(optax) | vars(optax.contrib)
+    assert all(name in functions for name in NEEDS_MORE)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule"),
+    [("adamw", "cosine"), ("muon", "cosine"), ("rprop", "constant"), ("sm3", "constant"),
+     ("schedule_free_adamw", "constant"), ("polyak_sgd", "none")],
+)  # fmt: skip
+def test_the_schedule_left_out_is_one_that_the_optimizer_takes(optimizer, schedule):
+    assert parse_config({"optimizer": {"name": optimizer}}).schedule.name == schedule
+    assert default_schedule(optimizer) == schedule
+
+
+def test_every_schedule_of_optax_has_a_section_but_join_schedules():
+    names = {k for k in vars(optax.schedules) if k.endswith(("_schedule", "_decay"))}
+    names = {name for name in names if name[0] != "_"}
+    assert len(names) >= 13
+    for name in names:
+        assert find_schedule(name) is getattr(optax.schedules, name)
+        schedule_section(name)
+
+
+@pytest.mark.parametrize("deepspeeds", sorted(DEEPSPEED))
+def test_a_schedule_of_deepspeeds_has_both_spellings(deepspeeds):
+    ours = DEEPSPEED[deepspeeds].__name__
+    assert find_schedule(ours) is find_schedule(deepspeeds) is DEEPSPEED[deepspeeds]
+    names = [[f.name for f in dataclasses.fields(schedule_section(x))] for x in (ours, deepspeeds)]
+    assert names[0] == names[1]
+
+
+def test_tables_of_steps_and_arrays_of_tables_reach_a_schedule(tmp_path):
+    text = """
+        [schedule]
+        name = "piecewise_constant_schedule"
+        init_value = 1
+        boundaries_and_scales = { 100 = 0.5, 200 = 0.1 }
+    """
+    own = own_arguments(load_config(write(tmp_path, text)).schedule)
+    assert own == {"init_value": 1.0, "boundaries_and_scales": {100: 0.5, 200: 0.1}}
+    text = """
+        [schedule]
+        name = "sgdr_schedule"
+        [[schedule.cosine_kwargs]]
+        init_value = 0
+        peak_value = 1
+        warmup_steps = 2
+        decay_steps = 6
+        end_value = 0
+    """
+    config = load_config(write(tmp_path, text))
+    assert own_arguments(config.schedule)["cosine_kwargs"][0]["peak_value"] == 1.0
+    assert float(make_schedule(config)(2)) == 1.0
 
 
 @pytest.mark.parametrize("profile", ["3", "0:2", "2:1", "2:11", "a:b", "1:2:3", "-1:2"])

@@ -30,6 +30,8 @@ SMALL = [
     "20000",
     "--train.num_steps",
     "2",
+    "--schedule.warmup_steps",
+    "0",
     "--train.eval_batches",
     "1",
     "--train.sample_length",
@@ -78,7 +80,8 @@ def test_stage_3_trains_where_leaves_are_padded(at_root, tmp_path, capsys):
     words = (
         f"train configs/gpt2_demo.toml --zero.stage 3 --data.path {text} --data.seq_len 16 "
         "--model.embed_dim 36 --model.num_heads 2 --model.vocab_size 259 --model.num_layers 1 "
-        "--model.num_positions 16 --train.num_steps 2 --train.eval_batches 1 "
+        "--model.num_positions 16 --train.num_steps 2 --schedule.warmup_steps 0 "
+        "--train.eval_batches 1 "
         f"--train.sample_length 2 --train.plot False --train.out_dir {tmp_path / 'run'}"
     )
     assert cli.main(words.split()) == 0

@@ -14,9 +14,10 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from jzero.config import OptimizerConfig, TrainConfig, optimizer_section, parse_config
+from jzero.config import TrainConfig, optimizer_section, parse_config
 from jzero.metrics import read_metrics
-from jzero.recipe import decay_mask, make_loss_fn, make_optimizer, make_schedule, make_setup
+from jzero.rates import decay_mask, make_optimizer
+from jzero.recipe import make_loss_fn, make_setup
 from jzero.runlog import open_writer, start_rows
 from jzero.sample import generate
 from jzero.tokens import write_nanogpt_bin
@@ -121,7 +122,7 @@ def test_a_run_prints_a_table_lines_and_the_bigram_beside_the_loss(trained):
     _, result, printed = trained
     for word in ("replica 1 x data 8 x model 1 = 8 devices", "stage 2 over data", "10,", "a step",
                  "micro_batch 1 x num_microbatches 1 x 8 data shards = 8 rows of 16 tokens",
-                 "params float32, compute float32", "3,200 tokens to train, 800 to validate",
+                 "param float32, compute float32, accumulator float32", "3,200 tokens to train, 800 to validate",
                  "6 N + 12 L d T", "step     4/5 | loss", "| skipped 0 | eta 0:"):  # fmt: skip
         assert word in printed
     assert printed.count("6 N + 12 L d T") == 1
@@ -170,7 +171,8 @@ def of_model(
     """A configuration for a model of this file, which compiles faster than a GPT-2."""
     tables = {
         "model": {"target": f"{__name__}:{kind.__name__}"},
-        "optimizer": {"name": optimizer, "learning_rate": rate, "schedule": "constant"},
+        "optimizer": {"name": optimizer, "learning_rate": rate},
+        "schedule": {"name": "constant"},
         "data": {"path": text, "seq_len": 16, "val_fraction": 0.2},
         "zero": {"stage": stage},
         "train": {"out_dir": str(out_dir), "micro_batch": 1, "log_every": 4} | settings,
@@ -364,25 +366,6 @@ def test_an_extra_that_is_missing_is_refused_before_training(text, tmp_path, mon
         ValueError, match=rf"{name} needs no_such_module.*pip install 'jzero\[{name}"
     ):
         prepare(tiny(text, tmp_path, train={name: value}))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "last"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0)]
-)
-def test_a_schedule_rises_evenly_to_its_peak_and_ends_at_its_ratio(schedule, last):
-    config = OptimizerConfig(
-        learning_rate=1.0, warmup_steps=4, schedule=schedule, min_learning_rate_ratio=0.1
-    )
-    rates = rates_of(make_schedule(config, 20), 21)
-    np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1.0, 1.0], atol=1e-6)
-    assert rates[20] == pytest.approx(last, abs=1e-6)
-    assert sorted(rates[4:], reverse=True) == rates[4:]
-
-
-@pytest.mark.parametrize("warmup", [0, 1, 30])
-def test_a_schedule_of_any_warmup_has_a_rate_from_the_first_step_on(warmup):
-    schedule = make_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=warmup), 20)
-    assert min(rates_of(schedule, 20)) > 0
 
 
 def test_weight_decay_is_for_the_matrices_of_a_stacked_layer_alone():
