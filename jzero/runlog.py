@@ -265,7 +265,8 @@ def _flops_per_token(setup: Setup) -> float:
 
 def _dtypes(setup: Setup) -> dict[str, str]:
     """The dtype of everything, by what has it."""
-    return {name.removesuffix("_dtype"): getattr(setup.policy, name) for name in DTYPE_FIELDS}
+    rows = setup.policy.rows()
+    return {name.removesuffix("_dtype"): dtype for name, dtype in rows if name in DTYPE_FIELDS}
 
 
 def _loss_scale(setup: Setup) -> str:

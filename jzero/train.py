@@ -111,7 +111,8 @@ def make_step(setup: Setup, graphdef: Any) -> Callable[..., tuple[TrainState, di
     def step(
         state: TrainState, tokens: jax.Array, key: jax.Array
     ) -> tuple[TrainState, dict[str, Any]]:
-        model = nnx.merge(graphdef, state.params, state.others)
+        copied = jax.tree.map(lambda x: x, state.others)  # merged Variables are updated in place
+        model = nnx.merge(graphdef, state.params, copied)
         scale = loss_scale(state.opt_state) if is_scaled else None
         key = jax.random.fold_in(key, state.step)
         loss, grads = value_and_grad(model, tokens, key, loss_scale=scale)
