@@ -120,12 +120,14 @@ def causal_attention(
     """
     num_positions, _, head_dim = q_BTHK.shape[1:]
     has_dropout = key is not None and rate > 0.0
-    if not has_dropout and q_BTHK.dtype != jnp.float64:
-        kernel = attention_kernel(q_BTHK.dtype, head_dim, jax.default_backend())
+    kernel = attention_kernel(q_BTHK.dtype, head_dim, jax.default_backend())
+    is_usual = q_BTHK.dtype in (jnp.bfloat16, jnp.float32)
+    if not has_dropout and (kernel == "cudnn" or is_usual):
         return jax.nn.dot_product_attention(
             q_BTHK, k_BTHK, v_BTHK, is_causal=True, implementation=kernel
         )
-    # jax's attention drops no probabilities, and takes its softmax in float32 even for float64.
+    # jax's attention drops no probabilities, takes its softmax in float32 even for float64, and
+    # multiplies float16 in a way that XLA:CPU has not.
     scores_BHTS = wide_einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) * head_dim**-0.5  # (B, H, T, S)
     is_past_TS = jnp.tri(num_positions, dtype=bool)
     lowest = jnp.finfo(scores_BHTS.dtype).min
@@ -217,7 +219,18 @@ def wide_einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _widening_einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=wide_dtype(a.dtype))
+    wide = wide_dtype(a.dtype)
+
+    def native(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, a, b, preferred_element_type=wide)
+
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, a.astype(wide), b.astype(wide))
+
+    if a.dtype != jnp.float16:
+        return native(a, b)
+    # XLA:CPU has no product of float16 into float32; which platform it is shows in lowering.
+    return jax.lax.platform_dependent(a, b, cpu=widened, default=native)
 
 
 def _widening_einsum_fwd(spec: str, a: jax.Array, b: jax.Array):
