@@ -39,9 +39,9 @@ class Accumulation:
       keep_gathered: whether parameters cut at rest are gathered once for all microbatches.
     """
 
-    num_microbatches: int
-    batch_argnums: tuple[int, ...]
-    has_aux: bool
+    num_microbatches: int = 1
+    batch_argnums: tuple[int, ...] = (0,)
+    has_aux: bool = False
     accumulator_dtype: Any = None
     keep_gathered: bool = False
 

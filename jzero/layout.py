@@ -119,13 +119,13 @@ def cut_leaf(
     is_stacked: bool = False,
 ) -> Leaf:
     """Decides how one array is cut; scalars, empty arrays, keys and small leaves stay whole."""
-    dtype = jax.dtypes.canonicalize_dtype(dtype) if not _is_key(dtype) else dtype
+    dtype = jax.dtypes.canonicalize_dtype(dtype) if not is_key(dtype) else dtype
     leaf = Leaf(name, tuple(shape), dtype, None, num_shards, is_stacked=is_stacked)
     if not shape:
         return leaf.whole("a scalar")
     if 0 in shape:
         return leaf.whole("empty")
-    if _is_key(dtype):
+    if is_key(dtype):
         return leaf.whole("a PRNG key")
     if num_shards == 1:
         return leaf.whole("one shard")
@@ -135,7 +135,11 @@ def cut_leaf(
 
 
 def make_layout(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], *, num_shards: int, min_size: int = 0
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    num_shards: int,
+    min_size: int = 0,
+    cut_layers: bool = False,
 ) -> dict[str, Leaf]:
     """Makes the layout of a tree of parameters.
 
@@ -143,9 +147,15 @@ def make_layout(
       shapes: logical shape and dtype by leaf name.
       num_shards: the size of the partition axes, at least 1.
       min_size: leaves of fewer elements stay whole.
+      cut_layers: whether stacks of layers are cut between layers, so that each shard holds whole
+        ones.
 
     Returns:
       A `Leaf` per name, in the same order.
+
+    Raises:
+      ValueError: for `cut_layers` where there is no stack, or one that `num_shards` does not
+        divide.
     """
     stacked = find_stacked({name: tuple(x.shape) for name, x in shapes.items()})
     layout = {}
@@ -160,7 +170,26 @@ def make_layout(
         )
         is_trained = is_floating(x.dtype) or leaf.dim is None
         layout[name] = leaf if is_trained else leaf.whole("an integer: not trained")
-    return layout
+    return _cut_between_layers(layout, num_shards) if cut_layers else layout
+
+
+def _cut_between_layers(layout: Layout, num_shards: int) -> dict[str, Leaf]:
+    stacks = {name: leaf.shape[0] for name, leaf in layout.items() if leaf.is_stacked}
+    if not stacks:
+        raise ValueError(
+            "cut_layers=True, but no parameters are stacked layers (a subtree whose leaves share "
+            "their first dim, one of them with three dims or more); leave it out."
+        )
+    uneven = [f"{name} of {n} layers" for name, n in stacks.items() if n % num_shards]
+    if uneven:
+        raise ValueError(
+            f"cut_layers=True needs stacks that {num_shards} shards divide, but there are "
+            f"{', '.join(uneven)}; leave it out, or use a number of devices that divides them."
+        )
+    return {
+        name: dataclasses.replace(leaf, dim=0) if name in stacks and leaf.dim is not None else leaf
+        for name, leaf in layout.items()
+    }
 
 
 def make_state_layout(
@@ -220,7 +249,8 @@ def is_floating(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, np.inexact)
 
 
-def _is_key(dtype: Any) -> bool:
+def is_key(dtype: Any) -> bool:
+    """Whether arrays of this dtype are typed PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jzero.gradients import Accumulation
 from jzero.layout import Layout, Leaf
 
 
@@ -19,7 +20,7 @@ class Memo:
         self.layout = layout
         self.reads: dict[str, bool] = {}
         self.has_grad_fn = False
-        self.keeps_gathered = False
+        self.accumulation = Accumulation()
         self.has_placed = False
         self.has_warned = False
         self._seen: dict[tuple[Any, ...], tuple[Leaf, ...] | None] = {}

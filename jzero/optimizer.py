@@ -17,8 +17,10 @@ import optax
 
 from jzero import mesh as meshes
 from jzero.collectives import all_gather
-from jzero.layout import Layout, Leaf, P, is_floating, make_state_layout, pad, unpad
+from jzero.layout import Layout, Leaf, P, is_floating, is_key, make_state_layout, pad, unpad
 from jzero.losses import Place
+from jzero.precision import exact_update
+from jzero.products import with_pinned_matrices
 from jzero.trees import abstract_leaves, check_against, named_leaves
 
 
@@ -55,8 +57,9 @@ class Partition:
         shapes = {
             n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in named_leaves(state)[0].items()
         }
+        known = dict(layout, **_grads_layout(layout, params))
         state_layout = make_state_layout(
-            shapes, layout, num_shards=self.num_shards, min_size=self.min_size
+            shapes, known, num_shards=self.num_shards, min_size=self.min_size
         )
         if not self.place.stage.state:
             state_layout = {n: leaf.whole("stage 0") for n, leaf in state_layout.items()}
@@ -87,7 +90,7 @@ def partitioned(
         def make(params: Any) -> list[Any]:
             params = _on_leaves(_logical(partition), params, layout)
             state = _on_leaves(_at_rest(partition), inner.init(_trained(params)), state_layout)
-            return jax.tree.leaves(state)
+            return [_strong(x) for x in jax.tree.leaves(state)]
 
         treedef = jax.tree.structure(jax.eval_shape(inner.init, _trained(params)))
         rows = zip(specs, state_layout.values(), strict=True)
@@ -103,11 +106,16 @@ def partitioned(
         state_layout = partition.state_layout(inner, layout, params)
 
         def run(grads: Any, state: Any, params: Any) -> tuple[list[Any], list[Any]]:
-            grads = _on_leaves(_logical(partition), grads, layout)
+            grads = _on_leaves(_logical(partition), grads, _grads_layout(layout, params))
             cut_params = _on_leaves(_logical(partition), params, layout)
             state = _on_leaves(_logical(partition), state, state_layout)
-            given = dict(extra, **dict(functions))
-            out, state = inner.update(_trained(grads), state, _trained(cut_params), **given)
+            given = _logical_extra(partition, extra, layout, params)
+
+            def change(grads: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
+                return inner.update(grads, state, params, **extra, **dict(functions))
+
+            moved_once = with_pinned_matrices(change, functools.partial(_pinned, partition))
+            out, state = moved_once(_trained(grads), state, _trained(cut_params), given)
             out = _with_untrained(out, cut_params)
             out = _on_leaves(_at_rest(partition), out, layout)
             if not keeps_shards:
@@ -130,22 +138,33 @@ def partitioned(
                 "call tx.update(grads, opt_state, params)."
             )
         layout = _checked(partition, params)
-        check_against(abstract_leaves(grads), dict(layout), what="grads", rest_shapes=True)
+        wanted = dict(_grads_layout(layout, params))
+        check_against(abstract_leaves(grads), wanted, what="grads", rest_shapes=True)
         _check_state(state, partition.state_layout(inner, layout, params))
         functions = tuple((name, x) for name, x in extra.items() if callable(x))
         arrays = {name: x for name, x in extra.items() if not callable(x)}
         return step(partition.keeps_shards(), functions, grads, state, params, arrays)
 
-    vars(update)[_IS_PARTITIONED] = True
+    vars(update)[_PARTITIONED] = tx
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
-_IS_PARTITIONED = "is_partitioned_by_jzero"
+def _strong(x: Any) -> Any:
+    """Without a weak type: optax's line searches are born with some and lose them in a step."""
+    return x if is_key(x.dtype) else jax.lax.convert_element_type(x, x.dtype)
+
+
+_PARTITIONED = "partitioned_by_jzero"
 
 
 def is_partitioned(tx: optax.GradientTransformation) -> bool:
     """Whether a transform came from `Zero.optimizer`."""
-    return getattr(tx.update, _IS_PARTITIONED, False)
+    return hasattr(tx.update, _PARTITIONED)
+
+
+def unpartitioned(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """What a transform that came from `Zero.optimizer` wraps."""
+    return getattr(tx.update, _PARTITIONED, tx)
 
 
 def _on_leaves(fn: Callable[[Any, Leaf], Any], tree: Any, layout: Layout) -> Any:
@@ -174,6 +193,13 @@ def _at_rest(partition: Partition) -> Callable[[Any, Leaf], Any]:
     return rest
 
 
+def _pinned(partition: Partition, x: Any, batch_dims: tuple[int, ...]) -> Any:
+    """Gives each device whole matrices: its part of a stack that N divides, else all of them."""
+    even = [d for d in batch_dims if x.shape[d] % partition.num_shards == 0]
+    spec = P(*(partition.place.axes if [d] == even[:1] else None for d in range(x.ndim)))
+    return meshes.constrain(partition.place.mesh, x, spec if partition.place.stage.state else P())
+
+
 def _gathered(partition: Partition, updates: Any, params: Any, layout: Layout) -> Any:
     """All-gathers updates to whole ones, sent in the parameters' dtype.
 
@@ -192,7 +218,7 @@ def _gathered(partition: Partition, updates: Any, params: Any, layout: Layout) -
             return run(update)
         old = meshes.constrain(place.mesh, pad(param, leaf), partition.spec(leaf))
         new = run((old + update).astype(param.dtype))
-        return new.astype(update.dtype) - param.astype(update.dtype)
+        return exact_update(new, param, update.dtype)
 
     leaves, treedef = named_leaves(updates)
     values = named_leaves(params)[0]
@@ -222,7 +248,38 @@ def _abstract(params: Any, layout: Layout) -> Any:
 
 
 def _checked(partition: Partition, params: Any) -> Layout:
-    return partition.layout_of(abstract_leaves(params))
+    """The layout of the parameters; each of optax.lookahead's pair is laid out as one."""
+    if not isinstance(params, optax.LookaheadParams):
+        return partition.layout_of(abstract_leaves(params))
+    one = partition.layout_of(abstract_leaves(params.fast))
+    pair = {f"{part}.{name}": leaf for part in params._fields for name, leaf in one.items()}
+    pair = {name: dataclasses.replace(leaf, name=name) for name, leaf in pair.items()}
+    partition.remember(pair)
+    return pair
+
+
+def _grads_layout(layout: Layout, params: Any) -> Layout:
+    """The layout of the gradients: with optax.lookahead those of the fast parameters alone."""
+    if not isinstance(params, optax.LookaheadParams):
+        return layout
+    fast = {n.removeprefix("fast."): leaf for n, leaf in layout.items() if n.startswith("fast.")}
+    return {name: dataclasses.replace(leaf, name=name) for name, leaf in fast.items()}
+
+
+def _logical_extra(
+    partition: Partition, extra: dict[str, Any], layout: Layout, params: Any
+) -> dict[str, Any]:
+    """Extra arguments; a tree like the parameters or gradients (`grad=`) is made logical."""
+
+    def logical(tree: Any) -> Any:
+        leaves = named_leaves(tree)[0]
+        for rows in (layout, _grads_layout(layout, params)):
+            fits = (jnp.shape(leaves[n]) in (rows[n].shape, rows[n].rest_shape) for n in leaves)
+            if leaves.keys() == rows.keys() and all(fits):
+                return _trained(_on_leaves(_logical(partition), tree, rows))
+        return tree
+
+    return {name: logical(tree) for name, tree in extra.items()}
 
 
 def _check_state(state: Any, layout: Layout) -> None:

@@ -138,12 +138,13 @@ def with_state_dtype(
         if has_master(jax.eval_shape(inner.init, params)):
             _check_order(stored_dtype)
             return inner.init(params)
-        state = inner.init(_widened(params))
+        state = jax.tree.map(jnp.asarray, inner.init(_widened(params)))  # some have bools in them
         return _as_dtypes(state, _stored_dtypes(state, params, stored_dtype))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if has_master(state):
             return inner.update(grads, state, params, **extra)
+        state = jax.tree.map(jnp.asarray, state)
         stored = [x.dtype for x in jax.tree.leaves(state)]
         wide = None if params is None else _widened(params)
         if stored_dtype is not None:
@@ -151,7 +152,7 @@ def with_state_dtype(
             native = jax.eval_shape(inner.init, wide)
             state = _as_dtypes(state, [x.dtype for x in jax.tree.leaves(native)])
         updates, state = inner.update(_widened(grads), state, wide, **extra)
-        return updates, _as_dtypes(state, stored)
+        return updates, _as_dtypes(jax.tree.map(jnp.asarray, state), stored)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jzero.gradients import Accumulation
 from jzero.layout import Layout, Leaf, Stage, is_floating
 from jzero.terminal import format_bytes, format_count
 
@@ -28,9 +29,12 @@ class Report:
       num_shards: N.
       num_replicas: data shards beyond N.
       reduce_dtype: the dtype gradients travel in; None for their own.
+      accumulation: how many microbatches a step has, and how they are summed.
       params: the parameters' layout.
       state: the optimizer state's layout; empty where no transform was given.
       reads: per parameter, as the last traced loss has it, whether it is gathered where it is read.
+      update_bytes: what the transform's own update sends besides; None where it cannot be told, as
+        its update takes more than gradients and parameters.
     """
 
     stage_number: int
@@ -38,9 +42,11 @@ class Report:
     num_shards: int
     num_replicas: int
     reduce_dtype: Any
+    accumulation: Accumulation
     params: Layout
     state: Layout
     reads: Mapping[str, bool]
+    update_bytes: int | None = 0
 
     @property
     def num_params(self) -> int:
@@ -54,9 +60,19 @@ class Report:
 
     @property
     def grads_bytes(self) -> int:
-        """Bytes of summed gradients that a device holds within a step."""
+        """Bytes of summed gradients that a device holds within a step, in the dtype of the sum."""
         trained = (leaf for leaf in self.params.values() if is_floating(leaf.dtype))
-        return sum(held_bytes(leaf, self.stage.grads) for leaf in trained)
+        dtype = self.accumulation.dtype
+        sums = (dataclasses.replace(x, dtype=dtype(x, self.reduce_dtype)) for x in trained)
+        return sum(held_bytes(leaf, self.stage.grads) for leaf in sums)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of gathered parameters that a device keeps during a step, beside its shards."""
+        if not (self.stage.params and self.accumulation.keep_gathered):
+            return 0
+        cut = (leaf for leaf in self.params.values() if leaf.dim is not None)
+        return sum(held_bytes(leaf, is_cut=False) for leaf in cut)
 
     @property
     def state_bytes(self) -> int:
@@ -70,8 +86,8 @@ class Report:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a device sends in a step of one microbatch."""
-        return self.wire(1)
+        """Bytes that a device sends in a step, besides what the update adds."""
+        return self.wire(self.accumulation.num_microbatches)
 
     def wire(self, num_microbatches: int) -> int:
         """Bytes that a device sends in a step of `num_microbatches`, by the law of the stage."""
@@ -88,7 +104,8 @@ class Report:
             total = self.num_shards * self.num_replicas
             return 2 * grad * (total - 1) / total
         times = num_microbatches if self.stage.grads else 1
-        gathers = num_microbatches * self.num_gathers(leaf) if self.stage.params else 1
+        is_kept = not self.stage.params or self.accumulation.keep_gathered
+        gathers = 1 if is_kept else num_microbatches * self.num_gathers(leaf)
         across = 2 * (self.num_replicas - 1) / self.num_replicas * grad / self.num_shards
         return ring * (times * grad + gathers * weight) + across
 
@@ -132,8 +149,10 @@ class Report:
         whole = [leaf for leaf in self.params.values() if leaf.dim is None and leaf.shape]
         fill = sum(leaf.rest_size for leaf in self.params.values()) / max(self.num_params, 1)
         cut = f"1/{self.num_shards}"
+        kept = ("kept gathered in a step", format_bytes(self.gathered_bytes), "whole, as stage 2")
         return [
             ("parameters", format_bytes(self.params_bytes), cut if self.stage.params else "whole"),
+            *([kept] if self.gathered_bytes else []),
             ("gradients", format_bytes(self.grads_bytes), cut if self.stage.grads else "whole"),
             (
                 "optimizer state",
@@ -141,6 +160,7 @@ class Report:
                 cut if self.stage.state else "whole",
             ),
             ("sent in a step", format_bytes(self.wire_bytes), self._law()),
+            ("the update adds", self._added(), "0 if element-wise"),
             ("padded over logical", f"{fill:.4f}", "1 plus padding"),
             (
                 "left whole",
@@ -149,9 +169,16 @@ class Report:
             ),
         ]
 
+    def _added(self) -> str:
+        if not self.state and self.update_bytes == 0:
+            return "no transform given"
+        return "not known" if self.update_bytes is None else format_bytes(self.update_bytes)
+
     def _law(self) -> str:
         n = "(N-1)/N Psi"
-        return (f"2 {n}", f"2 {n}", f"(G+1) {n}", f"at most 3 G {n}")[self.stage_number]
+        third = f"(G+1) {n}" if self.accumulation.keep_gathered else f"at most 3 G {n}"
+        law = (f"2 {n}", f"2 {n}", f"(G+1) {n}", third)[self.stage_number]
+        return f"{law}, G = {self.accumulation.num_microbatches}"
 
     def __str__(self) -> str:
         table = Table(

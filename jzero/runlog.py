@@ -15,6 +15,7 @@ from jzero.layout import is_floating
 from jzero.metrics import METRICS_FILE, MetricsWriter
 from jzero.policies import DTYPE_FIELDS
 from jzero.recipe import Setup
+from jzero.report import Report
 from jzero.schema import own_arguments
 from jzero.skips import check_skip_counts
 from jzero.terminal import (
@@ -219,10 +220,11 @@ def start_rows(setup: Setup, corpus: Corpus) -> list[tuple[str, str]]:
     num_params = _num_params(setup)
     memory = {
         "parameters": report.params_bytes,
+        "gathered": report.gathered_bytes,
         "gradients": report.grads_bytes,
         "optimizer state": report.state_bytes,
     }
-    sent = report.wire(batch.num_microbatches)
+    memory = {name: size for name, size in memory.items() if size}
     bigram = corpus.bigram_bits
     return [
         ("model", config.model.target),
@@ -230,7 +232,7 @@ def start_rows(setup: Setup, corpus: Corpus) -> list[tuple[str, str]]:
         ("ZeRO", f"stage {zero.stage} over {' x '.join(zero.axes or ())}"),
         ("parameters", f"{num_params:,} ({format_count(num_params)})"),
         ("a device holds", ", ".join(f"{k} {format_bytes(v)}" for k, v in memory.items())),
-        ("a device sends", f"{format_bytes(sent)} a step"),
+        ("a device sends", _sent(report)),
         (
             "batch",
             f"micro_batch {batch.micro_batch} x num_microbatches {batch.num_microbatches} x "
@@ -248,6 +250,14 @@ def start_rows(setup: Setup, corpus: Corpus) -> list[tuple[str, str]]:
         ("FLOPs", f"{format_count(flops)} a token: 6 N + 12 L d T, as PaLM counts; remat is not"),
         ("output", settings.out_dir),
     ]
+
+
+def _sent(report: Report) -> str:
+    """Bytes of a step on the wire, and what the update of the optimizer adds to them."""
+    added = report.update_bytes
+    more = "an unknown number" if added is None else f"{format_bytes(added)} more"
+    by_law = f"{format_bytes(report.wire_bytes)} a step"
+    return by_law if added == 0 else f"{by_law}, {more} in the update"
 
 
 def _num_params(setup: Setup) -> int:

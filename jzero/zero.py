@@ -326,7 +326,7 @@ class Zero:
             num_microbatches, argnums, has_aux, accumulator_dtype, keep_gathered
         )
         self._memo.has_grad_fn = True
-        self._memo.keeps_gathered = keep_gathered
+        self._memo.accumulation = acc
 
         @functools.partial(jax.jit, static_argnums=0)
         def run(graphdef: Any, params: Any, inputs: losses.Inputs, scale: Any) -> Any:
@@ -345,11 +345,7 @@ class Zero:
         return value_and_grad
 
     def _check_accumulation(self, num_microbatches: Any, dtype: Any, keep_gathered: bool) -> None:
-        is_integer = isinstance(num_microbatches, int) and not isinstance(num_microbatches, bool)
-        if not is_integer or num_microbatches < 1:
-            raise ValueError(
-                f"num_microbatches is {num_microbatches!r}; give an integer of at least 1."
-            )
+        _check_microbatches(num_microbatches)
         if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             raise ValueError(
                 f"accumulator_dtype is {dtype!r}; give a floating-point dtype, such as float32."
@@ -537,13 +533,26 @@ class Zero:
         sharding = meshes.named_sharding(self.mesh, spec, len(shape))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def report(self, params: Any, tx: optax.GradientTransformation | None = None) -> Report:
+    def report(
+        self,
+        params: Any,
+        tx: optax.GradientTransformation | None = None,
+        *,
+        num_microbatches: int | None = None,
+    ) -> Report:
         """Returns the partition table: per leaf the dim cut, padding and bytes; totals and the law.
 
         Args:
           params: parameters, their shapes or a module; nothing is run.
-          tx: the transform, partitioned or plain, for the optimizer state's rows.
+          tx: the transform, partitioned or plain, for the optimizer state's rows. One with matrix
+            products is compiled, to see what its update sends.
+          num_microbatches: of a step; left out, those of the last `value_and_grad`, whose other
+            options hold in any case.
         """
+        accumulation = self._memo.accumulation
+        if num_microbatches is not None:
+            _check_microbatches(num_microbatches)
+            accumulation = dataclasses.replace(accumulation, num_microbatches=num_microbatches)
         tree = param_tree(params)
         layout = self._layout_of(abstract_leaves(tree))
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layout.values()]
@@ -558,6 +567,7 @@ class Zero:
             num_shards=self.num_shards,
             num_replicas=place.num_data_shards // self.num_shards,
             reduce_dtype=self.reduce_dtype,
+            accumulation=accumulation,
             params=layout,
             state={} if tx is None else self._reported_state(logical, tx),
             reads=dict(self._memo.reads),
@@ -628,6 +638,11 @@ def _devices_of(x: Any, traced: set[Any]) -> set[Any]:
     if isinstance(x, Tracer):
         return traced
     return x.sharding.device_set if isinstance(x, jax.Array) else set()
+
+
+def _check_microbatches(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"num_microbatches is {value!r}; give an integer of at least 1.")
 
 
 def _check_loss_scale(loss_scale: Any) -> None:

@@ -49,8 +49,14 @@ class Case:
 def measure(case: Case, sizes: dict[str, Any], rows_per_device: int) -> tuple[str, ...]:
     """Compiles one training step; returns a row of the table."""
     policy = jzero.policy(case.precision)
-    dtypes = {"param_dtype": policy.param_dtype, "compute_dtype": policy.compute_dtype}
-    model = nnx.eval_shape(lambda: GPT2(**sizes, **dtypes, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(
+        lambda: GPT2(
+            **sizes,
+            param_dtype=str(policy.param_dtype),
+            compute_dtype=str(policy.compute_dtype),
+            rngs=nnx.Rngs(0),
+        )
+    )
     zero = jzero.Zero(jzero.make_mesh(), case.stage, like=model, reduce_dtype=policy.reduce_dtype)
     tx = zero.optimizer(jzero.with_policy(optax.adamw(3e-4), policy))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)

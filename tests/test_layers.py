@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 
 import jzero
+from jzero import program
 from models.layers import run_layers as plain_run_layers
-from tests import program, toys
+from tests import toys
 
 DIM = 8
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jzero
 from jzero.layout import (
     choose_dim,
     cut_leaf,
@@ -103,6 +104,34 @@ def test_a_stack_of_layers_is_told_from_an_ordinary_layer():
         "conv.bias": (8,),
     }
     assert find_stacked(shapes) == {"h.up.kernel", "h.up.bias", "h.norm.scale"}
+
+
+def stacks(num_layers):
+    shapes = {"h.up": (num_layers, 16, 24), "h.bias": (num_layers, 24), "wte": (64, 16)}
+    return {name: jax.ShapeDtypeStruct(shape, F32) for name, shape in shapes.items()}
+
+
+def test_cut_layers_cuts_stacks_between_layers_and_nothing_else():
+    layout = make_layout(stacks(16), num_shards=8, cut_layers=True)
+    assert {name: leaf.dim for name, leaf in layout.items()} == {"h.up": 0, "h.bias": 0, "wte": 0}
+    assert layout["h.up"].shard_shape == (2, 16, 24)
+    assert make_layout(stacks(16), num_shards=8)["h.up"].dim == 1
+    small = make_layout(stacks(16), num_shards=8, min_size=385, cut_layers=True)
+    assert small["h.bias"].dim is None
+
+
+def test_cut_layers_refuses_what_it_cannot_cut_evenly():
+    with pytest.raises(ValueError, match=r"h.up of 12 layers, h.bias of 12 layers; leave it out"):
+        make_layout(stacks(12), num_shards=8, cut_layers=True)
+    flat = {"w": jax.ShapeDtypeStruct((8, 8), F32)}
+    with pytest.raises(ValueError, match="no parameters are stacked layers .*; leave it out"):
+        make_layout(flat, num_shards=8, cut_layers=True)
+
+
+@pytest.mark.parametrize(("stage", "value"), [(0, True), (2, True), (3, True), (1, "yes")])
+def test_cut_layers_is_for_stage_1_alone(stage, value):
+    with pytest.raises(ValueError, match=rf"cut_layers is .* at stage {stage}; .*use stage 1"):
+        jzero.Zero(jzero.make_mesh(), stage, like=stacks(8), cut_layers=value)
 
 
 def test_state_that_mirrors_a_parameter_is_cut_as_it_is():

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.program import Collective, collectives, wire
+from jzero.program import Collective, collectives, wire
 
 ASYNC_TEXT = """HloModule jit_step, is_scheduled=true, replica_count=2, num_partitions=4
 

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 import jzero
-from tests import program, toys
+from jzero import program
+from tests import toys
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 DIM = 8

@@ -122,7 +122,8 @@ def test_a_run_prints_a_table_lines_and_the_bigram_beside_the_loss(trained):
     _, result, printed = trained
     for word in ("replica 1 x data 8 x model 1 = 8 devices", "stage 2 over data", "10,", "a step",
                  "micro_batch 1 x num_microbatches 1 x 8 data shards = 8 rows of 16 tokens",
-                 "param float32, compute float32, accumulator float32", "3,200 tokens to train, 800 to validate",
+                 "param float32, compute float32, accumulator float32",
+                 "3,200 tokens to train, 800 to validate",
                  "6 N + 12 L d T", "step     4/5 | loss", "| skipped 0 | eta 0:"):  # fmt: skip
         assert word in printed
     assert printed.count("6 N + 12 L d T") == 1

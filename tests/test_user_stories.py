@@ -22,8 +22,8 @@ from flax.training.train_state import TrainState
 from jax.core import Tracer
 
 import jzero
+from jzero.program import collectives, wire
 from jzero.trees import named_leaves
-from tests.program import collectives, wire
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 NUM_DEVICES = 8

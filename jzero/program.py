@@ -4,6 +4,8 @@ Payloads are read from the operands: results are tuples when combined or started
 Every branch of a conditional counts. XLA:CPU widens bf16 to f32: read dtypes from a GPU program.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterable
@@ -21,6 +23,8 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\)\))? 
 
 @dataclass(frozen=True)
 class Collective:
+    """A collective of a compiled program, and how often it runs."""
+
     kind: str  # one of KINDS
     dtype: str  # "f32"; "bf16+f32" when one collective combines both
     elements: int  # of the whole array: all-gather's output, reduce-scatter's input
@@ -31,6 +35,8 @@ class Collective:
 
 
 class Instruction(NamedTuple):
+    """One line of a compiled program, taken apart."""
+
     type: str
     opcode: str
     operands: list[str]
@@ -53,6 +59,29 @@ def wire(rows: Iterable[Collective], kind: str) -> float:
     """Elements each device sends for `kind`: elements x times x (g-1)/g; all-reduce: twice that."""
     chosen = [row for row in rows if row.kind == kind]
     return sum(row.elements * row.times * (row.group_size - 1) / row.group_size for row in chosen)
+
+
+def sent_bytes(rows: Iterable[Collective]) -> float:
+    """Bytes each device sends in all, in the widest dtype where one collective combines several.
+
+    >>> sent_bytes([Collective("all-gather", "f32", 80, 8), Collective("all-reduce", "bf16", 8, 8)])
+    308.0
+    """
+    twice = {"all-reduce": 2}
+    return sum(
+        twice.get(row.kind, 1) * wire([row], row.kind) * max(map(itemsize, row.dtype.split("+")))
+        for row in rows
+    )
+
+
+def itemsize(dtype: str) -> float:
+    """Bytes per element of XLA's name of a dtype.
+
+    >>> itemsize("bf16"), itemsize("f8e4m3fn"), itemsize("pred")
+    (2.0, 1.0, 1.0)
+    """
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) / 8 if digits else 1.0
 
 
 def _parse(text: str) -> tuple[Program, str]:
