@@ -90,7 +90,7 @@ def policy(name: str = "float32", **overrides: Any) -> Policy:
     unknown = [field for field in overrides if field not in FIELDS]
     if unknown:
         raise ValueError(f"{', '.join(unknown)} is no field of a policy; use {', '.join(FIELDS)}.")
-    given = {
+    given: dict[str, Any] = {
         field: None if isinstance(value, str) and value == NONE else value
         for field, value in overrides.items()
         if value is not None or field in ("master_dtype", "loss_scale")
@@ -99,7 +99,7 @@ def policy(name: str = "float32", **overrides: Any) -> Policy:
     compute = floating_dtype("compute_dtype", given.get("compute_dtype", name))
     wide = jnp.promote_types(params, jnp.float32)
     master = given.get("master_dtype", jnp.dtype("float32") if bits(params) < 32 else None)
-    follows = {
+    follows: dict[str, Any] = {
         "param_dtype": params,
         "compute_dtype": compute,
         "accumulator_dtype": wide,

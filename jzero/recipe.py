@@ -45,7 +45,7 @@ class Setup:
     zero: Zero
     make_model: Callable[[jax.Array], nnx.Module]
     abstract: nnx.Module  # the model, with shapes in place of arrays
-    tx: optax.GradientTransformation
+    tx: optax.GradientTransformationExtraArgs
     schedule: optax.Schedule
     policy: Policy
 

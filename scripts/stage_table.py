@@ -3,9 +3,9 @@
     python -m scripts.stage_table
     python -m scripts.stage_table --precision float32 bfloat16 --num-microbatches 1 4
 
-Bytes at rest and temporaries are the compiler's (`memory_analysis`) for virtual CPU devices, in
-bytes per parameter where so named. The wire is the report's, which the tests hold to the compiled
-collectives. Nothing is trained.
+Bytes at rest and temporaries are the compiler's (`memory_analysis`) for virtual CPU devices, which
+compute 16-bit programs in 32: no temporaries are told of those. The wire is the report's, which the
+tests hold to the compiled collectives. Nothing is trained.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def measure(case: Case, sizes: dict[str, Any], rows_per_device: int) -> tuple[st
         format_bytes(report.grads_bytes),
         format_bytes(report.state_bytes),
         f"{(memory.argument_size_in_bytes - batch_bytes) / report.num_params:.2f}",
-        format_bytes(memory.temp_size_in_bytes),
+        format_bytes(memory.temp_size_in_bytes) if case.precision == "float32" else "-",
         format_bytes(report.wire_bytes),
         f"{report.wire_bytes / psi:.2f}",
     )

@@ -9,9 +9,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jzero
 from jzero import cli
+from scripts import stage_table
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -54,6 +57,7 @@ def test_every_command_shown_is_one_that_is_run_here():
     assert commands() == [
         "make demo",
         "make test",
+        "python -m scripts.stage_table --precision float32 bfloat16 --num-microbatches 1 4",
         "jzero train configs/gpt2_demo.toml --zero.stage 3",
         "jzero report configs/gpt2_1558m.toml",
         "jzero train --help",
@@ -109,6 +113,20 @@ def test_prepare_data(tmp_path):
     assert (tmp_path / "data" / "mine" / "train.bin").exists()
 
 
+def test_stage_table(at_root, capsys, monkeypatch):
+    sizes = "--num-layers 2 --embed-dim 16 --num-heads 2 --num-positions 16"
+    words = f"stage_table {sizes} --precision float32 bfloat16 --num-microbatches 1 2".split()
+    monkeypatch.setattr(sys, "argv", words)
+    stage_table.main()
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    rows = {tuple(row[:3]): row for row in lines[2:]}
+    assert len(rows) == 18
+    assert float(rows["1", "float32", "2"][-1]) == pytest.approx(2, rel=0.01)
+    assert float(rows["2", "bfloat16", "2"][-1]) == pytest.approx(3, rel=0.01)
+    assert float(rows["3, kept", "bfloat16", "2"][-1]) == pytest.approx(3, rel=0.01)
+    assert float(rows["2", "bfloat16", "1"][6]) == pytest.approx(2 + 12 / 8, rel=0.01)
+
+
 def test_make_knows_the_two_commands():
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^demo: .*\n\t.*jzero train configs/gpt2_demo\.toml$", makefile, re.MULTILINE)
@@ -134,6 +152,23 @@ def test_the_snippet_in_functions_runs():
     params, _, loss = names["step"](names["params"], names["opt_state"], names["batch"])
     assert float(loss) == pytest.approx(float(names["loss"]))
     assert jnp.abs(params["h"]["attn"][:, :7] - before).max() > 0
+
+
+def test_the_precision_snippet_runs_after_it():
+    names = {
+        "jax": jax,
+        "jzero": jzero,
+        "optax": optax,
+        "mesh": jzero.make_mesh(),
+        "full": {"h": jax.random.normal(jax.random.key(0), (13, 7))},
+        "loss_fn": lambda params, batch: ((batch @ params["h"]) ** 2).mean().astype(jnp.float32),
+        "batch": np.ones((32, 13), jnp.bfloat16),
+    }
+    exec(next(block for block in blocks("python") if "jzero.policy" in block), names)
+    assert names["params"]["h"].dtype == jnp.bfloat16
+    assert names["opt_state"].inner.master["h"].dtype == jnp.float32
+    assert int(names["opt_state"].step) == 1
+    assert np.isfinite(float(names["loss"]))
 
 
 def test_the_diff_shown_is_the_diff_of_the_script():
