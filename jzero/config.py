@@ -150,12 +150,16 @@ class ZeroConfig:
     axes: tuple[str, ...] = ()  # mesh axes to partition over; none named: "data"
     min_size: int = 0  # arrays of fewer elements stay whole
     keep_gathered: bool = False  # stage 3: gather once a step, not in each microbatch
+    cut_layers: bool = False  # stage 1: cut stacks between layers, for muon
 
     def __post_init__(self) -> None:
         if self.stage not in range(4):
             refuse(self, "zero", "stage", "use 0, 1, 2 or 3")
         if self.keep_gathered and self.stage != 3:
-            refuse(self, "zero", "keep_gathered", f"stage {self.stage} has no effect of it: use 3")
+            mend = f"it is for stage 3, not {self.stage}: leave it out"
+            refuse(self, "zero", "keep_gathered", mend)
+        if self.cut_layers and self.stage != 1:
+            refuse(self, "zero", "cut_layers", f"it is for stage 1, not {self.stage}: leave it out")
         check_least(self, "zero", 0, "min_size")
 
 

@@ -120,10 +120,14 @@ def make_setup(config: Config) -> Setup:
         like=abstract,
         reduce_dtype=policy.reduce_dtype,
         min_size=config.zero.min_size,
+        cut_layers=config.zero.cut_layers,
     )
     tx = make_optimizer(config.optimizer, schedule, momentum)
-    tx = zero.optimizer(with_policy(tx, policy, **config.precision.scale_options))
-    setup = Setup(config, zero, make_model, abstract, tx, schedule, policy)
+    try:
+        tx = with_policy(tx, policy, **config.precision.scale_options)
+    except ValueError as error:
+        raise ValueError(f"[precision] {error}") from error
+    setup = Setup(config, zero, make_model, abstract, zero.optimizer(tx), schedule, policy)
     _ = setup.batch  # numbers that do not go together are refused here
     return setup
 

@@ -255,3 +255,32 @@ def test_a_loss_with_a_weight_trains_and_is_validated_over_what_counts(text, tmp
     keep = rows[:, 1:] != 32
     assert float(metrics["loss"]) == pytest.approx(float((losses * keep).sum() / keep.sum()))
     assert train(config, Console(file=io.StringIO(), width=200)).val_loss > 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"precision": {"policy": "bfloat16", "hysteresis": 3}},
+         r"\[precision\] hysteresis has no effect"),
+        ({"precision": {"policy": "bfloat16", "param_dtype": "float32", "master_dtype": "float32"}},
+         r"\[precision\] master_dtype float32 is not wider than param_dtype float32; leave"),
+        ({"precision": {"policy": "float16", "loss_scale_window": 0}}, "loss_scale_window 0 must"),
+        ({"zero": {"stage": 1, "cut_layers": True}}, "cut_layers=True, but no parameters are"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together_are_refused(text, tmp_path, sections, message):
+    with pytest.raises(ValueError, match=message):
+        make_setup(config_of(Small, text, tmp_path, **sections))
+
+
+def test_weights_kept_for_a_step_train_alike_and_the_table_says_so(text, tmp_path):
+    losses = {}
+    for keep in (False, True):
+        config = config_of(
+            Small, text, tmp_path, zero={"stage": 3, "keep_gathered": keep},
+            train={"num_microbatches": 2},
+        )  # fmt: skip
+        printed = io.StringIO()
+        losses[keep] = train(config, Console(file=printed, width=200)).val_loss
+        assert ("gathered 26.0 KiB" in printed.getvalue()) == keep
+    assert losses[True] == pytest.approx(losses[False], rel=1e-6)
