@@ -5,7 +5,7 @@ from jzero.mesh import make_mesh
 from jzero.policies import POLICIES, Policy, policy, with_policy
 from jzero.precision import master_weights, with_state_dtype
 from jzero.scaling import dynamic_loss_scale, skip_not_finite, static_loss_scale
-from jzero.skips import check_skips, loss_scale
+from jzero.skips import check_skips, loss_scale, was_skipped
 from jzero.zero import Zero
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "run_layers",
     "skip_not_finite",
     "static_loss_scale",
+    "was_skipped",
     "with_policy",
     "with_state_dtype",
 ]

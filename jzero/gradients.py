@@ -22,7 +22,7 @@ from jzero import mesh as meshes
 from jzero.collectives import all_reduce, read_hook, reduce_scatter
 from jzero.layout import Leaf, P, is_floating
 from jzero.losses import Inputs, Loss, Place, Reads
-from jzero.outputs import Outputs, split_loss
+from jzero.outputs import Outputs, constant_weight, split_loss
 from jzero.trees import leaf_name
 
 
@@ -82,7 +82,8 @@ def local_value_and_grad(
     rows = inputs.num_rows(acc.batch_argnums) // acc.num_microbatches
     states = inputs.replicated_shapes(acc.batch_argnums)
     first = inputs if acc.num_microbatches == 1 else _microbatch(inputs, acc, 0)
-    on_read = loss.plan(values, first)
+    on_read = loss.plan(values, first, acc.batch_argnums)
+    inputs.warn_of_raw_keys(acc.batch_argnums)
     if acc.keep_gathered:
         loss, values, inputs = loss.gathered(values, inputs)
         first = dataclasses.replace(first, frozen=inputs.frozen)
@@ -162,7 +163,8 @@ def _grads_of_microbatch(
         taps = [next(given) if is_floating(leaf.dtype) else None for leaf in loss.leaves]
         out, state = loss.call(loss.hold(values, taps, on_read), inputs, read_hook)
         total, weight, aux = split_loss(out, acc.has_aux)
-        return total, (weight, aux, state)
+        _check_range(acc, weight)
+        return total, (None if weight is None else constant_weight(weight), aux, state)
 
     pairs = zip(loss.leaves, values, strict=True)
     reduce_dtype = loss.place.reduce_dtype
@@ -179,6 +181,15 @@ def _grads_of_microbatch(
     seed = jnp.asarray(1 if scale is None else scale, total.dtype)
     (grads,) = backward(seed / jnp.asarray(divisor, total.dtype))
     return Microbatch(total, weight, unit, aux, grads, state)
+
+
+def _check_range(acc: Accumulation, weight: Any) -> None:
+    is_narrow = acc.accumulator_dtype is not None and acc.num_microbatches > 1
+    if weight is not None and is_narrow and jnp.dtype(acc.accumulator_dtype) == jnp.float16:
+        raise ValueError(
+            "accumulator_dtype float16 cannot hold the gradients of a loss (sum, weight), which "
+            "are summed times their weights; use float32 or bfloat16."
+        )
 
 
 def _unit(loss: Loss, weight: jax.Array) -> jax.Array:
@@ -275,7 +286,7 @@ def reduced_apply(
 
     def local(values: Sequence[Any], inputs: Inputs) -> Any:
         mine = inputs.folded(jax.lax.axis_index(place.data_axes), batch_argnums)
-        on_read = loss.plan(values, mine)
+        on_read = loss.plan(values, mine, ())
         held = loss.hold(values, [None] * len(values), on_read)
         mine = dataclasses.replace(mine, frozen=loss.hold_frozen(mine.frozen, on_read))
         out, _ = loss.call(held, mine, read_hook)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jzero import mesh as meshes
 from jzero.collectives import Held, Wire, fetch, mark_hook, read, with_hook
 from jzero.layout import STAGES, Leaf, P, Stage, is_floating
-from jzero.reads import find_constrained_axes, plan_reads, trace
+from jzero.reads import depends_on, find_constrained_axes, plan_reads, trace
 from jzero.trees import leaf_name, merge, named_leaves
 
 
@@ -167,24 +169,43 @@ class Loss:
             dataclasses.replace(inputs, frozen=frozen),
         )
 
-    def plan(self, values: Sequence[Any], inputs: Inputs) -> Reads:
+    def plan(self, values: Sequence[Any], inputs: Inputs, batch_argnums: Sequence[int]) -> Reads:
         """Traces the function once and says which parameters are gathered where they are read.
 
         Raises:
-          ValueError: where the function constrains what is already split by hand.
+          ValueError: where the function constrains what is already split by hand, or sets a
+            Variable of integers from the rows of one device.
         """
         cut = [leaf for leaf in self.leaves if self.is_born_cut(leaf)]
         self._map_frozen(inputs.frozen, lambda leaf, _: cut.append(leaf))
+        rows, treedef = jax.tree.flatten([inputs.args[i] for i in batch_argnums])
+        counted: list[str] = []
 
-        def call(wholes: Sequence[Any]) -> Any:
-            given = {leaf.name: w for leaf, w in zip(cut, wholes, strict=True)}
+        def call(arrays: Sequence[Any]) -> Any:
+            given = {leaf.name: w for leaf, w in zip(cut, arrays[: len(cut)], strict=True)}
             whole = [given.get(n, v) for n, v in zip(self.names, values, strict=True)]
             frozen = self._map_frozen(inputs.frozen, lambda leaf, _: given[leaf.name])
-            out, _ = self.call(whole, dataclasses.replace(inputs, frozen=frozen), mark_hook)
-            return jax.tree.leaves(out)
+            batch = jax.tree.unflatten(treedef, arrays[len(cut) :])
+            args = list(inputs.args)
+            for i, part in zip(batch_argnums, batch, strict=True):
+                args[i] = part
+            mine = dataclasses.replace(inputs, frozen=frozen, args=tuple(args))
+            out, state = self.call(whole, mine, mark_hook)
+            counts = _counts(state)
+            counted[:] = counts
+            return [*counts.values(), *jax.tree.leaves(out)]
 
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in cut]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*cut, *rows)]
         jaxpr = _trace_without_constraints(call, shapes, self.place.data_axes)
+        bad = [
+            n for i, n in enumerate(counted) if depends_on(jaxpr, i, range(len(cut), len(shapes)))
+        ]
+        if bad:
+            raise ValueError(
+                f"the loss sets {', '.join(bad)}, Variables of integers, from the rows of one "
+                "device, so that each device would keep another value; make them floating-point "
+                "(averaged over devices), or return them with has_aux=True (integers are summed)."
+            )
         on_read = {leaf.name: r for leaf, r in zip(cut, plan_reads(jaxpr, cut), strict=True)}
         self.note_reads(on_read)
         return on_read
@@ -231,11 +252,33 @@ class Inputs:
         leaves = jax.tree.leaves([self.args[i] for i in batch_argnums])
         return leaves[0].shape[0] if leaves else 0
 
+    def warn_of_raw_keys(self, batch_argnums: Sequence[int]) -> None:
+        """Warns of what looks like a raw PRNG key: only typed ones are folded."""
+        args = [a for i, a in enumerate(self.args) if i not in batch_argnums]
+        for path, x in jax.tree_util.tree_leaves_with_path(args):
+            if x.dtype == np.uint32 and x.shape[-1:] == (2,):
+                warnings.warn(
+                    f"argument {jax.tree_util.keystr(path)} after the batch looks like a raw PRNG "
+                    "key, and every device and microbatch would draw the same numbers from it; "
+                    "pass a typed one, jax.random.key(seed), which is folded with both.",
+                    stacklevel=2,
+                )
+
     def replicated_shapes(self, batch_argnums: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Shapes by name of the arrays in the other arguments."""
         args = [a for i, a in enumerate(self.args) if i not in batch_argnums]
         named = [named_leaves(a)[0] for a in args]
         return {name: tuple(x.shape) for leaves in named for name, x in leaves.items() if name}
+
+
+def _counts(state: Any) -> dict[str, Any]:
+    """The Variables of integers and booleans in a module's state, by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {
+        leaf_name(path): x
+        for path, x in leaves
+        if jax.dtypes.issubdtype(x.dtype, np.integer) or x.dtype == bool
+    }
 
 
 def _state_like(state: Any, module: nnx.Module) -> Any:

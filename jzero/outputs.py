@@ -41,6 +41,25 @@ def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any, Any]:
     return total, None if weight is None else jnp.asarray(weight, total.dtype), aux
 
 
+@jax.custom_jvp
+def constant_weight(weight: jax.Array) -> jax.Array:
+    """The identity; a weight that the loss is differentiated through is refused.
+
+    Raises:
+      ValueError: while it is traced with a tangent, that is, where it depends on the parameters.
+    """
+    return weight
+
+
+@constant_weight.defjvp
+def _constant_weight_jvp(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "the weight of the loss (sum, weight) depends on the parameters, and the mean over it is "
+        "not differentiated through; put jax.lax.stop_gradient around the weight if it is to be "
+        "taken as a constant, or return the mean itself."
+    )
+
+
 def _is_scalar(x: Any) -> bool:
     return isinstance(x, (int, float)) or getattr(x, "shape", None) == ()
 
@@ -60,7 +79,7 @@ class Outputs:
     Args:
       treedef: of the output.
       kinds: per leaf SCALAR (averaged; integers are summed), ROWS (one row per batch row: joined)
-        or STATE (averaged; integers are alike everywhere).
+        or STATE (averaged).
     """
 
     treedef: Any
@@ -82,6 +101,7 @@ class Outputs:
         """
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
         named = [(leaf_name(path), tuple(jnp.shape(x))) for path, x in paths]
+        _check_floating(paths, rows, states, what)
         kinds = tuple(_kind(name, shape, rows, states) for name, shape in named)
         bad = [f"{n or 'an array'} {s}" for (n, s), k in zip(named, kinds, strict=True) if not k]
         if bad:
@@ -106,7 +126,7 @@ class Outputs:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Combines over devices, in the manual region: what is replicated, and what stays split."""
         pairs = list(zip(leaves, self.kinds, strict=True))
-        return [_reduced(x, k, axes) for x, k in pairs if k != ROWS], [
+        return [_reduced(x, axes) for x, k in pairs if k != ROWS], [
             x for x, k in pairs if k == ROWS
         ]
 
@@ -117,27 +137,51 @@ class Outputs:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
+def _check_floating(paths: Any, rows: int, states: Any, what: str) -> None:
+    """Refuses integer arrays as new values of an argument: neither mean nor sum would be right."""
+    bad = [
+        leaf_name(path)
+        for path, x in paths
+        if _kind(leaf_name(path), tuple(jnp.shape(x)), rows, states) == STATE
+        and not is_floating(x.dtype)
+    ]
+    if bad:
+        raise ValueError(
+            f"{what} returned {', '.join(bad)}, integers, as new values of a replicated argument; "
+            "they would differ from device to device. Make them floating-point (averaged), or "
+            "return what is counted as scalars of another name (summed)."
+        )
+
+
 def _kind(
     name: str, shape: tuple[int, ...], rows: int, states: Mapping[str, tuple[int, ...]]
 ) -> str:
     if not shape:
         return SCALAR
-    if states.get(mirrored_name(name, states) or "") == shape:
+    if states.get(_argument_of(name, states) or "") == shape:
         return STATE
     return ROWS if shape[0] == rows else ""
+
+
+def _argument_of(name: str, states: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The argument whose new value an output is: one name ends the other, and is no mere index."""
+    found = mirrored_name(name, states)
+    if found is None:
+        found = next((state for state in states if state.endswith(f".{name}")), None)
+    common = min(name, found, key=len) if found else ""
+    return found if any(not part.isdigit() for part in common.split(".")) else None
 
 
 def _join(x: jax.Array, kind: str) -> jax.Array:
     if kind == ROWS:
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-    if is_floating(x.dtype):
-        return x.mean(0)
-    return x.sum(0) if kind == SCALAR else x[-1]
+    return x.mean(0) if is_floating(x.dtype) else _wide(x).sum(0)
 
 
-def _reduced(x: jax.Array, kind: str, axes: tuple[str, ...]) -> jax.Array:
-    if is_floating(x.dtype):
-        return jax.lax.pmean(x, axes)
-    if kind == STATE:
-        return jax.lax.pmax(x, axes)
-    return jax.lax.psum(x.astype(jnp.int32) if x.dtype == bool else x, axes)
+def _reduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.pmean(x, axes) if is_floating(x.dtype) else jax.lax.psum(_wide(x), axes)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """Integers and booleans to be summed, in at least 32 bits."""
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)

@@ -7,6 +7,7 @@ is stored, sent and multiplied.
 from __future__ import annotations
 
 import difflib
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ import optax
 from jzero.layout import is_floating, mirrored_name
 from jzero.trees import named_leaves
 
+IS_PARTITIONED = "is_partitioned_by_jzero"  # attribute of the update of `Zero.optimizer`
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -57,7 +59,7 @@ def master_weights(
     >>> float(state.master[0]), float(optax.apply_updates(params, updates)[0])
     (0.9990234375, 1.0)
     """
-    inner = optax.with_extra_args_support(tx)
+    inner = unpartitioned_only(tx, "master_weights")
     master_dtype = floating_dtype("master_dtype", master_dtype)
 
     def init(params: Any) -> MasterWeightsState:
@@ -115,9 +117,9 @@ def with_state_dtype(
 
     Args:
       tx: any optax transform.
-      state_dtype: the dtype in which each leaf is stored that mirrors a parameter (name and shape);
-        it is widened again before each update. None: as `tx` keeps it. Scalars stay as they are,
-        so do leaves that `tx` itself keeps below float32.
+      state_dtype: the dtype in which each leaf is stored that mirrors a parameter (name and shape),
+        moment or not; it is widened again before each update. None: as `tx` keeps it. Scalars stay
+        as they are, so do leaves that `tx` itself keeps below float32.
 
     Returns:
       A transform with the state tree of `tx`, whose dtypes never change. Updates are in at least
@@ -131,13 +133,13 @@ def with_state_dtype(
     >>> state[0].mu.dtype
     dtype('float32')
     """
-    inner = optax.with_extra_args_support(tx)
+    inner = unpartitioned_only(tx, "with_state_dtype")
     stored_dtype = None if state_dtype is None else floating_dtype("state_dtype", state_dtype)
 
     def init(params: Any) -> Any:
-        if has_master(jax.eval_shape(inner.init, params)):
+        if has_master(jax.eval_shape(lambda p: inner.init(_widened(p)), params)):
             _check_order(stored_dtype)
-            return inner.init(params)
+            return _warned(inner.init(params))
         state = jax.tree.map(jnp.asarray, inner.init(_widened(params)))  # some have bools in them
         return _as_dtypes(state, _stored_dtypes(state, params, stored_dtype))
 
@@ -155,6 +157,20 @@ def with_state_dtype(
         return updates, _as_dtypes(jax.tree.map(jnp.asarray, state), stored)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def unpartitioned_only(tx: Any, what: str) -> optax.GradientTransformationExtraArgs:
+    """The transform with extra arguments; one of `Zero.optimizer` is refused.
+
+    Raises:
+      ValueError: naming the order that cuts the state of `what`, too.
+    """
+    if getattr(tx.update, IS_PARTITIONED, False):
+        raise ValueError(
+            f"{what} around zero.optimizer(tx) would keep its own state whole on every device; "
+            f"write zero.optimizer({what}(tx))."
+        )
+    return optax.with_extra_args_support(tx)
 
 
 def floating_dtype(what: str, dtype: Any) -> np.dtype:
@@ -245,7 +261,41 @@ def _stored_dtypes(state: Any, params: Any, stored_dtype: np.dtype | None) -> li
             )
         return _like(x.dtype, stored_dtype)
 
-    return [stored(name, x) for name, x in named_leaves(state)[0].items()]
+    leaves = named_leaves(state)[0]
+    dtypes = [stored(name, x) for name, x in leaves.items()]
+    wide = {
+        n: x for n, x in leaves.items() if x.ndim and is_floating(x.dtype) and bits(x.dtype) > 16
+    }
+    if stored_dtype is not None and bits(stored_dtype) < 32 and wide and dtypes == _dtypes(leaves):
+        raise ValueError(
+            f"state_dtype {stored_dtype} has no effect on this optimizer: none of its state has "
+            f"the name and shape of a parameter ({', '.join(list(wide)[:3])}, ...); leave it out."
+        )
+    return dtypes
+
+
+def _dtypes(leaves: dict[str, Any]) -> list[Any]:
+    return [x.dtype for x in leaves.values()]
+
+
+def _warned(state: Any) -> Any:
+    """A state with a master in it; warns of moments in 16 bits outside of that master."""
+    outside = jax.tree.map(
+        lambda x: optax.MaskedNode() if isinstance(x, MasterWeightsState) else x,
+        state,
+        is_leaf=lambda x: isinstance(x, MasterWeightsState),
+    )
+    leaves = named_leaves(outside)[0]
+    narrow = [
+        n for n, x in leaves.items() if x.ndim and is_floating(x.dtype) and bits(x.dtype) < 32
+    ]
+    if narrow:
+        warnings.warn(
+            f"optimizer state in 16 bits beside master_weights: {', '.join(narrow)}; put it around "
+            "the whole optimizer, or with_state_dtype around each other part.",
+            stacklevel=2,
+        )
+    return state
 
 
 def _as_dtypes(tree: Any, dtypes: list[Any]) -> Any:

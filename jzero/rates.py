@@ -64,9 +64,21 @@ def make_schedule(config: Config) -> optax.Schedule:
     known["total_num_steps"] = num_steps
     arguments = {key: x for key, x in (known | given).items() if key in accepted}
     try:
-        return make(**arguments)
+        schedule = make(**arguments)
     except (ValueError, TypeError) as error:  # TypeError: keys of an inner table
         raise ValueError(f"[schedule] {name}: {error}") from error
+    _check_last(name, schedule, num_steps)
+    return schedule
+
+
+def _check_last(name: str, schedule: optax.Schedule, num_steps: int) -> None:
+    """Refuses a schedule that is over before the run is."""
+    last = float(np.asarray(schedule(num_steps - 1)))
+    if num_steps > 1 and not last > 0:
+        raise ValueError(
+            f"[schedule] {name}: the learning rate of the last step, {num_steps}, is {last:g}; let "
+            "the schedule last as long as the run ([train] num_steps), or end above 0."
+        )
 
 
 def _check_takes_schedule(config: Config) -> None:

@@ -8,10 +8,11 @@ dims by a scan, or be the only one. Every other parameter is gathered once, befo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.interpreters import partial_eval
 
 from jzero.collectives import READ
 from jzero.layout import Leaf
@@ -100,6 +101,13 @@ def is_gathered_on_read(leaf: Leaf, uses: Sequence[Use]) -> bool:
 def trace(fn: Any, args: Sequence[Any]) -> Any:
     """Traces `fn(list of parameters)` with ShapeDtypeStructs to an open jaxpr."""
     return jax.make_jaxpr(fn)(list(args)).jaxpr
+
+
+def depends_on(jaxpr: Any, output: int, inputs: Iterable[int]) -> bool:
+    """Whether an output of an open jaxpr is computed from any of these inputs."""
+    wanted = [i == output for i in range(len(jaxpr.outvars))]
+    _, used = partial_eval.dce_jaxpr(jaxpr, wanted)
+    return any(used[i] for i in inputs)
 
 
 def plan_reads(jaxpr: Any, leaves: Sequence[Leaf]) -> list[bool]:

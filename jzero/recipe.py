@@ -223,6 +223,10 @@ def resolve_batch(
     ValueError: train_batch_size 100 is no multiple of micro_batch 4 x 8 data shards; use 96 or 128.
     """
     total, micro, count = train_batch_size, micro_batch, num_microbatches
+    given = {"train_batch_size": total, "micro_batch": micro, "num_microbatches": count}
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; use 1 or more, or leave it out.")
     if total is None:
         micro, count = micro or DEFAULT_MICRO_BATCH, count or 1
         return Batch(micro * count * num_data_shards, micro, count)
@@ -231,8 +235,8 @@ def resolve_batch(
         unit, factors = num_data_shards, f"{num_data_shards} data shards"
     elif micro is None or count is None:
         unit = (micro or count or 1) * num_data_shards
-        given = f"num_microbatches {count}" if micro is None else f"micro_batch {micro}"
-        factors = f"{given} x {num_data_shards} data shards"
+        one = f"num_microbatches {count}" if micro is None else f"micro_batch {micro}"
+        factors = f"{one} x {num_data_shards} data shards"
     else:
         unit = micro * count * num_data_shards
         if total != unit:

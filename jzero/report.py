@@ -137,6 +137,8 @@ class Report:
             return ""
         if leaf.name not in self.reads:
             return "no loss traced yet"
+        if self.gathered_bytes:
+            return "gathered once a step"
         what = "gathered" if self.stage.params else "reduced"
         if self.reads[leaf.name]:
             return f"{what} where it is read"
@@ -160,7 +162,7 @@ class Report:
                 cut if self.stage.state else "whole",
             ),
             ("sent in a step", format_bytes(self.wire_bytes), self._law()),
-            ("the update adds", self._added(), "0 if element-wise"),
+            ("the update adds", self._added(), "0 if element-wise, but for scalars"),
             ("padded over logical", f"{fill:.4f}", "1 plus padding"),
             (
                 "left whole",

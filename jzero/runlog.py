@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from jzero.config import TrainConfig, profile_steps
 from jzero.data import Corpus
-from jzero.layout import is_floating
 from jzero.metrics import METRICS_FILE, MetricsWriter
 from jzero.policies import DTYPE_FIELDS
+from jzero.rates import make_momentum
 from jzero.recipe import Setup
 from jzero.report import Report
 from jzero.schema import own_arguments
-from jzero.skips import check_skip_counts
+from jzero.skips import check_skip_counts, trained_names
 from jzero.terminal import (
     Progress,
     StepLine,
@@ -108,9 +109,11 @@ class Log:
         counts = row if "skipped_steps" in row else {}
         if is_skipped:
             name = self.names[int(row["nonfinite_leaf"])]
+            scale = float(row["loss_scale"])
+            now = "" if scale == 1 else f"; the loss scale is now {scale:g}"
             self.print(
-                f"step {step} skipped: the gradient of {name} is not finite; the loss scale is now "
-                f"{float(row['loss_scale']):g}; {num_skipped} skipped so far"
+                f"step {step} skipped: the gradient of {name} is not finite{now}; "
+                f"{num_skipped} skipped so far"
             )
         check_skip_counts(counts, self.names, max_skips_in_a_row=self.max_skips_in_a_row, step=step)
         self.last_loss = float(row["loss"])
@@ -170,7 +173,7 @@ def open_log(setup: Setup, console: Console, is_first: bool) -> Log:
         flops_per_token=None if is_cpu else _flops_per_token(setup),
         peak_flops=peak_flops(device.device_kind, _dtypes(setup)["compute"]),
         lag=0 if is_cpu else 1,
-        names=[n for n, x in abstract_leaves(setup.abstract).items() if is_floating(x.dtype)],
+        names=trained_names(setup.abstract),
         max_skips_in_a_row=config.precision.max_skips_in_a_row,
     )
 
@@ -241,7 +244,7 @@ def start_rows(setup: Setup, corpus: Corpus) -> list[tuple[str, str]]:
         ),
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
         ("loss scale", _loss_scale(setup)),
-        ("optimizer", f"{config.optimizer.name}, schedule {config.schedule.name}"),
+        ("optimizer", _optimizer(setup)),
         (
             "data",
             f"{config.data.path}: {corpus.train.size:,} tokens to train, {corpus.val.size:,} to "
@@ -250,6 +253,17 @@ def start_rows(setup: Setup, corpus: Corpus) -> list[tuple[str, str]]:
         ("FLOPs", f"{format_count(flops)} a token: 6 N + 12 L d T, as PaLM counts; remat is not"),
         ("output", settings.out_dir),
     ]
+
+
+def _optimizer(setup: Setup) -> str:
+    """The optimizer, its schedule, and the rates that this makes."""
+    config = setup.config
+    steps = np.unique(np.linspace(0, config.train.num_steps - 1, 201).astype(np.int32))
+    rates = [float(np.asarray(setup.schedule(step))) for step in steps]
+    text = f"{config.optimizer.name}, schedule {config.schedule.name}: learning rate {rates[0]:.1e}"
+    text += f" at first, {max(rates):.1e} at most, {rates[-1]:.1e} at last"
+    momentum = make_momentum(config)
+    return text if momentum is None else f"{text}; {momentum[0]} follows the cycle"
 
 
 def _sent(report: Report) -> str:

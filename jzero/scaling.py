@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from jzero.layout import is_floating
+from jzero.precision import unpartitioned_only
 
 AtMinimum = Literal["raise", "stay"]
 
@@ -30,7 +31,7 @@ class LossScaleState(NamedTuple):
     skipped_steps: jax.Array  # int32
     skips_in_a_row: jax.Array  # int32, since the last good step, that no lower scale can mend
     nonfinite_leaf: jax.Array  # int32, first floating gradient leaf not finite at the last skip; -1
-    is_stuck: jax.Array  # bool, the last update overflowed at the minimum, where that is an error
+    is_stuck: jax.Array  # bool, an update overflowed at the minimum, where that is an error
     inner: Any
 
 
@@ -145,7 +146,7 @@ def skip_not_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def _scaled(tx: optax.GradientTransformation, rule: _Rule) -> optax.GradientTransformationExtraArgs:
-    inner = optax.with_extra_args_support(tx)
+    inner = unpartitioned_only(tx, "a loss scale or finite check")
 
     def init(params: Any) -> LossScaleState:
         return LossScaleState(
@@ -220,7 +221,7 @@ def _after(state: LossScaleState, rule: _Rule, bad_leaf: jax.Array) -> LossScale
         ),
         skips_in_a_row=jnp.where(is_good, 0, state.skips_in_a_row + is_spent),
         nonfinite_leaf=jnp.where(is_good, state.nonfinite_leaf, bad_leaf),
-        is_stuck=is_spent & rule.is_error_at_minimum,
+        is_stuck=state.is_stuck | (is_spent & rule.is_error_at_minimum),
     )
 
 

@@ -7,11 +7,13 @@ scheduler's index c - 1, and update 0 what stands in the optimizer before the fi
 counts updates.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 WarmupType = Literal["log", "linear"]
@@ -418,8 +420,12 @@ def _cycle(
     total = first + second
 
     def share(done: jax.Array, size: int, stairs: int) -> jax.Array:
-        # In integers: a quotient in floats may fall just below its stair.
-        return _real(done * stairs // size) / stairs if stairs else _real(done) / size
+        if not stairs:
+            return _real(done) / size
+        # Stair j begins at the least step of at least j / stairs: in Python's integers, since a
+        # quotient in floats may fall just below its stair, and a product in int32 overflow.
+        begins = np.array([-(-j * size // stairs) for j in range(1, stairs + 1)])
+        return _real(jnp.searchsorted(begins, done, side="right")) / stairs
 
     def scale(count: Any) -> jax.Array:
         place = jnp.clip(jnp.asarray(count), 0, total)
@@ -441,12 +447,14 @@ def _decay_per_step(name: str, rate: float, step_size: int) -> float:
 
 
 def _check_steps(name: str, value: Any, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or value < least:
         raise ValueError(f"{name} is {value!r}; use an integer of {least} or more.")
 
 
-def _check_rate(name: str, value: float, *, above_zero: bool = False) -> None:
-    if not (value > 0 if above_zero else value >= 0):
+def _check_rate(name: str, value: Any, *, above_zero: bool = False) -> None:
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (above_zero and value == 0):
         raise ValueError(
             f"{name} is {value!r}; use {'a number above 0' if above_zero else '0 or more'}."
         )
@@ -459,6 +467,7 @@ def _check_share(name: str, value: float) -> None:
 
 def _check_range(low_name: str, low: float, high_name: str, high: float) -> None:
     _check_rate(low_name, low)
+    _check_rate(high_name, high)
     if not low <= high:
         raise ValueError(
             f"{low_name} {low!r} is above {high_name} {high!r}; use {high!r} or less, or a greater "

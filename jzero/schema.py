@@ -7,6 +7,7 @@ found here, by inspection.
 import difflib
 import importlib
 import inspect
+import math
 import tomllib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -288,6 +289,8 @@ def _unknown_key(section: str, key: str, keys: list[str], sections: Mapping[str,
 
 def typed(value: Any, hint: Any, section: str, key: str) -> Any:
     """The value in its type: an integer may stand for a float, an array for a tuple."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"[{section}] {key} is {value}; give a finite number.")
     try:
         return _convert(value, hint)
     except TypeError as error:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jzero import mesh as meshes
@@ -79,4 +80,10 @@ def _gather_bytes(partition: Partition, layout: Layout) -> float:
         return 0.0
     ring = (partition.num_shards - 1) / partition.num_shards
     cut = (x for x in layout.values() if x.dim is not None and is_floating(x.dtype))
-    return sum(ring * leaf.rest_size * leaf.dtype.itemsize for leaf in cut)
+    return sum(ring * leaf.rest_size * _sent_itemsize(leaf) for leaf in cut)
+
+
+def _sent_itemsize(leaf: Leaf) -> int:
+    """Bytes of an element as this backend sends it."""
+    is_widened = leaf.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    return 4 if is_widened else leaf.dtype.itemsize

@@ -8,30 +8,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jzero.layout import is_floating
+from jzero.precision import MasterWeightsState
 from jzero.scaling import LossScaleState, at_least_1
+from jzero.trees import abstract_leaves
 
 
 def find_loss_scale_state(opt_state: Any) -> LossScaleState | None:
-    """Finds the state of a loss scale anywhere in an optimizer state; None where there is none.
+    """The state of a loss scale, outermost or in a master's; None where there is none.
 
     Raises:
-      ValueError: where there are two, so that no one number scales the loss.
+      ValueError: where one is further in, or there are two: what is around it would not skip.
     """
 
     def is_scale(x: Any) -> bool:
         return isinstance(x, LossScaleState)
 
-    def found(tree: Any) -> list[LossScaleState]:
-        states = [x for x in jax.tree.leaves(tree, is_leaf=is_scale) if is_scale(x)]
-        return [y for x in states for y in (x, *found(x.inner))]
-
-    states = found(opt_state)
-    if len(states) > 1:
+    outer = opt_state.inner if isinstance(opt_state, MasterWeightsState) else opt_state
+    inside = outer.inner if is_scale(outer) else outer
+    if any(map(is_scale, jax.tree.leaves(inside, is_leaf=is_scale))):
         raise ValueError(
-            f"the optimizer state holds {len(states)} loss scales or finite checks; "
-            "keep one, around the whole optimizer."
+            "a loss scale or finite check is inside of another transform, which would see scaled "
+            "gradients and go on where it skips; keep one, around the whole optimizer."
         )
-    return states[0] if states else None
+    return outer if is_scale(outer) else None
 
 
 def loss_scale(opt_state: Any) -> jax.Array:
@@ -41,25 +41,62 @@ def loss_scale(opt_state: Any) -> jax.Array:
     1.0
     """
     state = find_loss_scale_state(opt_state)
-    return jnp.ones((), jnp.float32) if state is None else jnp.asarray(state.loss_scale)
+    return jnp.ones((), jnp.float32) if state is None else _array(state.loss_scale)
+
+
+def was_skipped(opt_state: Any) -> jax.Array:
+    """Whether the last update changed nothing: bool, to keep what else a step would change.
+
+    Batch statistics, say, which a loss that is not finite spoils:
+    `jnp.where(was_skipped(opt_state), before, after)`.
+
+    >>> bool(was_skipped({"mu": jnp.ones(2)}))
+    False
+    """
+    state = find_loss_scale_state(opt_state)
+    if state is None:
+        return jnp.zeros((), bool)
+    last, step = _array(state.last_overflow_step), _array(state.step)
+    return (step > 0) & (last == step - 1)
+
+
+def _array(x: Any) -> jax.Array:
+    """The array of a leaf, which nnx.Optimizer keeps in a Variable."""
+    (array,) = jax.tree.leaves(x)
+    return jnp.asarray(array)
 
 
 def skip_counts(opt_state: Any) -> dict[str, jax.Array]:
     """The scalars of a loss scale by name, to fetch with the metrics; empty where there is none."""
     state = find_loss_scale_state(opt_state)
-    return {} if state is None else {n: x for n, x in state._asdict().items() if n != "inner"}
+    if state is None:
+        return {}
+    return {n: _array(x) for n, x in state._asdict().items() if n != "inner"}
 
 
 def check_skips(
     opt_state: Any,
-    names: Sequence[str],
+    params: Any,
     *,
     max_skips_in_a_row: int | None = 10,
     step: int | None = None,
 ) -> None:
-    """Raises where skipping can help no more; `check_skip_counts` of a state, fetched here."""
+    """Raises where skipping can help no more; `check_skip_counts` of a state, fetched here.
+
+    Args:
+      opt_state: of an optimizer with a loss scale or finite check outermost; any other passes.
+      params: what it trains (arrays, shapes or a module), for the name of the leaf in the message.
+      max_skips_in_a_row, step: as in `check_skip_counts`.
+    """
     counts = jax.device_get(skip_counts(opt_state))
+    names = trained_names(params)
     check_skip_counts(counts, names, max_skips_in_a_row=max_skips_in_a_row, step=step)
+
+
+def trained_names(params: Any) -> list[str]:
+    """The names of the leaves that get a gradient, in tree order: `nonfinite_leaf` counts these."""
+    leaves = abstract_leaves(params)
+    return [name or "the parameter" for name, x in leaves.items() if is_floating(x.dtype)]
 
 
 def check_skip_counts(
@@ -73,16 +110,16 @@ def check_skip_counts(
 
     Args:
       counts: numbers by name, fetched; an empty one passes.
-      names: of the floating parameters, in tree order: `nonfinite_leaf` counts these.
+      names: from `trained_names`.
       max_skips_in_a_row: skips in a row that no lower scale can mend, at least 1, before it is an
         error; None for any number.
-      step: the number of the step for the message; None for the last update's, from 0.
+      step: the number of the step for the message; None for that of the last overflow, from 0.
 
     Raises:
       FloatingPointError: where that many were skipped, or an overflow happened at the minimum scale
         (under at_minimum="raise"). It names the step, the leaf, the scale and the mend.
 
-    >>> counts = {"loss_scale": 1.0, "step": 9, "skips_in_a_row": 1, "nonfinite_leaf": 0}
+    >>> counts = dict(loss_scale=1.0, last_overflow_step=8, skips_in_a_row=1, nonfinite_leaf=0)
     >>> check_skip_counts({**counts, "is_stuck": True}, ["wte"])
     Traceback (most recent call last):
     FloatingPointError: step 8: the gradient of wte overflows at the minimum loss scale 1; ...
@@ -95,7 +132,7 @@ def check_skip_counts(
     is_over = max_skips_in_a_row is not None and in_a_row >= max_skips_in_a_row
     if not counts["is_stuck"] and not is_over:
         return
-    at = int(counts["step"]) - 1 if step is None else step
+    at = int(counts["last_overflow_step"]) if step is None else step
     leaf, scale = _leaf_name(int(counts["nonfinite_leaf"]), names), float(counts["loss_scale"])
     if counts["is_stuck"]:
         raise FloatingPointError(

@@ -26,7 +26,7 @@ from jzero.outputs import split_loss
 from jzero.recipe import Setup, check_rows, make_setup, trace_loss
 from jzero.runlog import Log, Tracer, open_log, start_rows
 from jzero.sample import write_sample
-from jzero.skips import loss_scale, skip_counts
+from jzero.skips import loss_scale, skip_counts, was_skipped
 from jzero.terminal import print_table
 from jzero.tokens import Tokens
 
@@ -141,10 +141,9 @@ def _num_skipped(opt_state: Any) -> Any:
 
 def _unless_skipped(new: Any, state: TrainState, opt_state: Any) -> Any:
     """Other Variables after a step; a skipped one leaves batch statistics as they were."""
-    is_skipped = _num_skipped(opt_state) != _num_skipped(state.opt_state)
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(is_skipped, old, new) if is_floating(old.dtype) else new
+        return jnp.where(was_skipped(opt_state), old, new) if is_floating(old.dtype) else new
 
     return jax.tree.map(pick, new, state.others)
 
@@ -170,6 +169,8 @@ def run_job(job: Job, console: Console | None = None) -> Result:
     with open_log(setup, console, is_first) as log:
         state = _run_steps(job, make_step(setup, graphdef), state, step_key, evaluate, log)
         val_loss = log.write_validation(config.train.num_steps, evaluate(state))
+        if log.skipped_steps:
+            log.print(f"{log.skipped_steps} of {config.train.num_steps} steps were skipped")
         log.print(_verdict(val_loss, corpus))
         variables = state.params, state.others
         sample = write_sample(setup, corpus, graphdef, variables, sample_key, log.print)

@@ -76,6 +76,7 @@ def abstract_leaves(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
     Raises:
       ValueError: naming every leaf that is not an array.
     """
+    _check_modules(tree)
     leaves, _ = named_leaves(param_tree(tree))
     bad = [
         f"{name or 'the tree itself'} is {type(x).__name__} {str(x)[:40]!r}"
@@ -90,6 +91,19 @@ def abstract_leaves(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
     if not leaves:
         raise ValueError("the parameter tree has no leaves; pass a tree with at least one array.")
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves.items()}
+
+
+def _check_modules(tree: Any) -> None:
+    """Refuses modules inside of a plain tree, whose Variables would all be taken for parameters."""
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, nnx.Module)
+
+    if not is_module(tree) and any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
+        raise ValueError(
+            f"the parameters are a {type(tree).__name__} with an nnx.Module in it; put the modules "
+            "into one nnx.Module, as attributes or in an nnx.Dict or nnx.List, and pass that."
+        )
 
 
 def check_against(

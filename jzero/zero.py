@@ -23,7 +23,6 @@ from jzero.layout import (
     Layout,
     Leaf,
     P,
-    is_floating,
     make_layout,
     make_state_layout,
     pad,
@@ -31,7 +30,7 @@ from jzero.layout import (
 )
 from jzero.memo import Memo
 from jzero.optimizer import Partition, is_partitioned, partitioned
-from jzero.precision import with_state_dtype
+from jzero.precision import floating_dtype, with_state_dtype
 from jzero.report import Report
 from jzero.sent import added_bytes
 from jzero.trees import abstract_leaves, check_against, named_leaves, param_tree, select, split
@@ -144,8 +143,7 @@ class Zero:
         layout = dict(self._memo.layout)
         check_against(shapes, layout, what=what, rest_shapes=self._cuts_params, may_miss=may_miss)
         return {
-            name: dataclasses.replace(layout[name], dtype=np.dtype(x.dtype))
-            for name, x in shapes.items()
+            name: dataclasses.replace(layout[name], dtype=x.dtype) for name, x in shapes.items()
         }
 
     @property
@@ -293,7 +291,8 @@ class Zero:
           loss_fn: `loss_fn(params_or_module, batch, *rest)` to a floating-point scalar, seeing one
             device's rows of one microbatch; the scalars are averaged. Or to a pair (sum, weight) of
             scalars, such as the summed loss of the tokens that count and their number: the global
-            sum is divided by the global weight, whatever device or microbatch they fall on.
+            sum is divided by the global weight, whatever device or microbatch they fall on. The
+            weight may not depend on the parameters. A pair (loss, aux) needs `has_aux`.
           num_microbatches: into how many pieces, one after the other, a device's rows are split.
           has_aux: whether `loss_fn` returns (loss, aux). Scalars of aux are averaged (integers
             summed); arrays have one row per batch row, or are new values of a replicated argument
@@ -309,7 +308,8 @@ class Zero:
             during the step.
 
         Returns:
-          A function `(params, *args, loss_scale=None) -> (loss, grads)`, or `((loss, aux), grads)`.
+          A jitted function `(params, *args, loss_scale=None) -> (loss, grads)`, or
+          `((loss, aux), grads)`: what `loss_fn` closes over is read when it is traced.
           Gradients are cut as the optimizer state is, with zeros in the padding; whole at stage 0.
           They come out multiplied by `loss_scale` (a scalar), the loss does not. A module's other
           Variables are updated in place.
@@ -346,10 +346,8 @@ class Zero:
 
     def _check_accumulation(self, num_microbatches: Any, dtype: Any, keep_gathered: bool) -> None:
         _check_microbatches(num_microbatches)
-        if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-            raise ValueError(
-                f"accumulator_dtype is {dtype!r}; give a floating-point dtype, such as float32."
-            )
+        if dtype is not None:
+            floating_dtype("accumulator_dtype", dtype)
         if keep_gathered and not self._cuts_params:
             raise ValueError(
                 f"keep_gathered has no effect at stage {self.stage}, where parameters are whole; "
@@ -368,6 +366,7 @@ class Zero:
         Args:
           fn: `fn(params_or_module, batch, *rest)`, seeing one device's rows. It returns scalars,
             which are averaged (integers summed), or arrays as `aux` of `value_and_grad` may have.
+            What it changes in a module's Variables is dropped.
           batch_argnums: as in `value_and_grad`.
           has_weight: whether `fn` is a loss that returns a pair (sum, weight), which becomes the
             global sum over the global weight.
@@ -604,8 +603,8 @@ def _check(zero: Zero) -> None:
             "since above it a loop over layers gathers or reduces one at a time. Leave it out, or "
             "use stage 1."
         )
-    if zero.reduce_dtype is not None and not is_floating(jnp.dtype(zero.reduce_dtype)):
-        raise ValueError(f"reduce_dtype is {zero.reduce_dtype!r}; give a floating-point dtype.")
+    if zero.reduce_dtype is not None:
+        floating_dtype("reduce_dtype", zero.reduce_dtype)
 
 
 def _check_at_rest(shapes: dict[str, Any], layout: Layout) -> None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jzero
 from tests import toys
@@ -161,10 +162,33 @@ def test_options_that_cannot_be_honoured_are_refused():
     zero = make(1)
     with pytest.raises(ValueError, match=r"keep_gathered has no effect at stage 1.*use stage 3"):
         zero.value_and_grad(summed, keep_gathered=True)
-    with pytest.raises(ValueError, match="accumulator_dtype is 'int32'; give a floating-point"):
+    with pytest.raises(ValueError, match="accumulator_dtype 'int32' is no dtype to compute in"):
         zero.value_and_grad(summed, accumulator_dtype="int32")
+    with pytest.raises(ValueError, match=r"reduce_dtype 'flaot32' is no dtype.*mean 'float32'"):
+        make(1, reduce_dtype="flaot32")
+    with pytest.raises(ValueError, match="reduce_dtype float64 is switched off in jax"):
+        make(1, reduce_dtype="float64")
+    narrow = zero.value_and_grad(summed, num_microbatches=2, accumulator_dtype="float16")
+    with pytest.raises(ValueError, match=r"accumulator_dtype float16 cannot hold .* use float32"):
+        narrow(params(), masked_batch())
     with pytest.raises(ValueError, match=r"loss_scale has shape \(2,\); give one number"):
         zero.value_and_grad(summed)(params(), masked_batch(), loss_scale=jnp.ones(2))
+
+
+def test_a_weight_that_depends_on_the_parameters_is_refused():
+    def gated(params, batch):
+        gate = jax.nn.sigmoid(batch["x"] @ params["w"]).mean()
+        return gate * (params["b"] ** 2).sum(), gate
+
+    def constant(params, batch):
+        total, gate = gated(params, batch)
+        return total, jax.lax.stop_gradient(gate)
+
+    for stage in (1, 2):
+        zero = make(stage)
+        with pytest.raises(ValueError, match="depends on the parameters.*put jax.lax.stop_g"):
+            zero.value_and_grad(gated)(params(), masked_batch())
+        zero.value_and_grad(constant)(params(), masked_batch())
 
 
 # Gathered once a step.
@@ -216,6 +240,82 @@ def test_linen_batch_stats_come_back_averaged(stage, num_microbatches):
     assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, stats)
     want = 0.5 * x.reshape(8, 4, 4).mean(1).mean(0)
     assert np.allclose(new["BatchNorm_0"]["mean"], want, atol=1e-6)
+
+
+def test_names_of_an_argument_may_be_given_with_or_without_what_is_around_them():
+    stats = {"mean": np.ones(2, np.float32)}
+
+    def loss_fn(params, batch, state):
+        return (params["b"] ** 2).sum() * batch.mean(), {"mean": state["stats"]["mean"] + 1}
+
+    zero = make(1, like=params(np.float32))
+    fn = zero.value_and_grad(loss_fn, has_aux=True)
+    (_, new), _ = fn(params(np.float32), np.ones((16, 3), np.float32), {"stats": stats})
+    assert np.asarray(new["mean"]).tolist() == [2, 2]  # two rows a device, and yet no rows
+
+    def rows(params, batch, pair):
+        return (params["b"] ** 2).sum() * batch.mean(), (batch[:, 0], batch[:, 1])
+
+    fn = zero.value_and_grad(rows, has_aux=True)
+    pair = (np.zeros(2, np.float32), np.ones(2, np.float32))
+    (_, new), _ = fn(params(np.float32), np.ones((16, 3), np.float32), pair)
+    assert new[0].shape == (16,)  # the names "0" and "1" say nothing
+
+
+def test_counts_that_would_differ_by_device_are_refused_or_summed_wide():
+    def histogram(params, batch, state):
+        counts = state["seen"] + jnp.ones(3, jnp.int32)
+        return (params["b"] ** 2).sum() * batch.mean(), {"seen": counts}
+
+    def small(params, batch):
+        return (params["b"] ** 2).sum() * batch.mean(), (batch > 0).sum().astype(jnp.int8)
+
+    zero, batch = make(1, like=params(np.float32)), np.ones((512, 3), np.float32)
+    fn = zero.value_and_grad(histogram, has_aux=True)
+    with pytest.raises(ValueError, match="seen, integers, as new values of a replicated argument"):
+        fn(params(np.float32), batch, {"seen": np.zeros(3, np.int32)})
+    for count in (1, 16):
+        fn = zero.value_and_grad(small, has_aux=True, num_microbatches=count)
+        (_, total), _ = fn(params(np.float32), batch[:, :1])
+        assert int(total) == 512
+
+
+class Counting(nnx.Module):
+    """Counts calls, and what it is asked to count of the rows."""
+
+    def __init__(self, of_rows: bool):
+        self.w = nnx.Param(jnp.ones((16, 2)))
+        self.calls, self.seen = nnx.Variable(jnp.int32(0)), nnx.Variable(jnp.int32(0))
+        self.of_rows = of_rows
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.seen[...] += (x > 0).sum() if self.of_rows else 1
+        return (x @ self.w[...]).mean()
+
+
+@STAGES
+def test_a_variable_of_integers_may_count_calls_but_not_rows(stage):
+    zero, x = make(stage, like=nnx.eval_shape(lambda: Counting(True))), jnp.ones((8, 16))
+    fn = zero.value_and_grad(lambda m, b: m(b))
+    model = zero.place(Counting(False))
+    fn(model, x)
+    assert int(model.calls[...]) == 1
+    with pytest.raises(ValueError, match=r"sets seen, Variables of integers, .*has_aux=True"):
+        fn(zero.place(Counting(True)), x)
+
+
+def test_a_raw_key_among_the_arguments_is_warned_of():
+    zero = make(1, like=params(np.float32))
+    fn = zero.value_and_grad(lambda p, b, key: (p["b"] ** 2).sum() * b.mean())
+    with pytest.warns(UserWarning, match="looks like a raw PRNG key.*pass a typed one"):
+        fn(params(np.float32), np.ones((8, 3), np.float32), jax.random.PRNGKey(0))
+
+
+def test_modules_in_a_plain_tree_are_refused():
+    modules = {"a": nnx.Linear(3, 3, rngs=nnx.Rngs(0))}
+    with pytest.raises(ValueError, match=r"a dict with an nnx.Module in it; put the modules into"):
+        jzero.Zero(jzero.make_mesh(), 1).value_and_grad(lambda m, b: b.mean())(modules, np.ones(8))
 
 
 def test_keys_of_the_rows_make_dropout_independent_of_the_number_of_devices():

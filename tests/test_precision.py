@@ -275,9 +275,26 @@ def test_a_state_dtype_is_for_what_mirrors_a_parameter_and_never_for_scalars():
     assert stored["inner_state.0.mu.layer.kernel"] == "bfloat16"
     assert stored["inner_state.0.nu.layer.bias"] == "bfloat16"
     assert stored["inner_state.0.nu.s"] == "float32"
-    factored = with_state_dtype(optax.adafactor(1e-2, min_dim_size_to_factor=4), jnp.bfloat16)
-    stored = dict(dtypes(factored.init({"w": jnp.ones((13, 7))})))
+    factored = with_state_dtype(optax.adafactor(1e-2, min_dim_size_to_factor=8), jnp.bfloat16)
+    stored = dict(dtypes(factored.init({"w": jnp.ones((13, 9)), "v": jnp.ones(5)})))
     assert stored["0.v_row.w"] == stored["0.v_col.w"] == "float32"
+    assert stored["0.v.v"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.flatten(optax.adam(1.0)), optax.adafactor(1.0, min_dim_size_to_factor=4)]
+)
+def test_a_state_dtype_without_effect_is_refused(tx):
+    with pytest.raises(ValueError, match="state_dtype bfloat16 has no effect on this optimizer"):
+        with_state_dtype(tx, "bfloat16").init({"w": jnp.ones((13, 7))})
+
+
+def test_moments_in_16_bits_beside_a_master_are_warned_of():
+    params = {"a": jnp.ones(16, jnp.bfloat16), "b": jnp.ones(16, jnp.bfloat16)}
+    parts = {"m": master_weights(optax.adam(1e-3)), "p": optax.adam(1e-3)}
+    tx = jzero.Zero(jzero.make_mesh(), 1).optimizer(optax.partition(parts, {"a": "m", "b": "p"}))
+    with pytest.warns(UserWarning, match=r"16 bits beside master_weights: .*mu\.b.*around the"):
+        tx.init(params)
 
 
 def test_a_state_is_widened_again_before_each_update():
@@ -394,3 +411,13 @@ def test_a_state_wider_than_the_computation_is_refused():
         tx = with_state_dtype(optax.adam(1e-3), "float64")
         with pytest.raises(ValueError, match=r"wider than the float32 .* 0.mu.w; use float32"):
             tx.init({"w": jnp.ones(3, jnp.float32)})
+
+
+def test_a_transform_that_is_cut_already_is_refused():
+    params = {"w": jnp.ones(16, jnp.bfloat16)}
+    cut = jzero.Zero(jzero.make_mesh(), 1, like=params).optimizer(optax.adam(1e-3))
+    for wrap in (master_weights, with_state_dtype, jzero.skip_not_finite, jzero.dynamic_loss_scale):
+        with pytest.raises(
+            ValueError, match=r"around zero.optimizer\(tx\) .* write zero.optimizer"
+        ):
+            wrap(cut)

@@ -421,3 +421,27 @@ def test_a_batch_larger_than_the_data_is_refused():
     check_rows(19, num_tokens=200, seq_len=10)
     with pytest.raises(ValueError, match="takes 20 rows of 10 tokens, and the data has 19; use"):
         check_rows(20, num_tokens=200, seq_len=10)
+
+
+def test_stairs_do_not_overflow_on_long_cycles():
+    schedule = one_cycle(0.1, 1.0, cycle_first_step_size=500_000, cycle_first_stair_count=5_000)
+    assert float(jax.jit(schedule)(jnp.int32(450_000))) == pytest.approx(0.91, rel=1e-6)
+    assert float(jax.jit(schedule)(jnp.int32(500_000))) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_a_schedule_that_is_over_before_the_run_is_refused():
+    schedule = {"name": "WarmupDecayLR", "warmup_num_steps": 2, "total_num_steps": 5}
+    with pytest.raises(ValueError, match="the learning rate of the last step, 100, is 0; let the"):
+        make_schedule(config_of(schedule, {}))
+
+
+def test_numbers_that_are_not_finite_are_refused():
+    with pytest.raises(ValueError, match="learning_rate is inf; give a finite number"):
+        config_of({}, {"learning_rate": float("inf")})
+    with pytest.raises(ValueError, match="warmup_max_lr is inf"):
+        warmup_lr(warmup_max_lr=float("inf"))
+    with pytest.raises(ValueError, match="learning_rate is None"):
+        cosine(None, 10)  # type: ignore
+    with pytest.raises(ValueError, match="micro_batch is 0; use 1 or more"):
+        resolve_batch(8, micro_batch=0)
+    assert float(cosine(1.0, np.int64(10))(0)) == 1.0  # type: ignore

@@ -172,6 +172,7 @@ def test_a_skip_is_told_counted_and_written(text, tmp_path, monkeypatch):
         "skipped so far" in printed.getvalue()
     )
     assert "| skipped 2" in printed.getvalue()
+    assert "2 of 4 steps were skipped" in printed.getvalue()
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
     assert [row["skipped_steps"] for row in rows] == [0, 1, 1, 2]
     assert [row["loss_scale"] for row in rows] == [65536.0, 65536.0, 65536.0, 32768.0]
