@@ -19,7 +19,7 @@ from jzero import mesh as meshes
 from jzero.collectives import all_gather
 from jzero.layout import Layout, Leaf, P, is_floating, is_key, make_state_layout, pad, unpad
 from jzero.losses import Place
-from jzero.precision import exact_update
+from jzero.precision import PARTITIONED, exact_update
 from jzero.products import with_pinned_matrices
 from jzero.trees import abstract_leaves, check_against, named_leaves
 
@@ -145,7 +145,7 @@ def partitioned(
         arrays = {name: x for name, x in extra.items() if not callable(x)}
         return step(partition.keeps_shards(), functions, grads, state, params, arrays)
 
-    vars(update)[_PARTITIONED] = tx
+    vars(update)[PARTITIONED] = tx
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
@@ -154,17 +154,14 @@ def _strong(x: Any) -> Any:
     return x if is_key(x.dtype) else jax.lax.convert_element_type(x, x.dtype)
 
 
-_PARTITIONED = "partitioned_by_jzero"
-
-
 def is_partitioned(tx: optax.GradientTransformation) -> bool:
     """Whether a transform came from `Zero.optimizer`."""
-    return hasattr(tx.update, _PARTITIONED)
+    return hasattr(tx.update, PARTITIONED)
 
 
 def unpartitioned(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """What a transform that came from `Zero.optimizer` wraps."""
-    return getattr(tx.update, _PARTITIONED, tx)
+    return getattr(tx.update, PARTITIONED, tx)
 
 
 def _on_leaves(fn: Callable[[Any, Leaf], Any], tree: Any, layout: Layout) -> Any:

@@ -18,7 +18,7 @@ import optax
 from jzero.layout import is_floating, mirrored_name
 from jzero.trees import named_leaves
 
-IS_PARTITIONED = "is_partitioned_by_jzero"  # attribute of the update of `Zero.optimizer`
+PARTITIONED = "partitioned_by_jzero"  # attribute of an update of `Zero.optimizer`: what is in it
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -165,10 +165,10 @@ def unpartitioned_only(tx: Any, what: str) -> optax.GradientTransformationExtraA
     Raises:
       ValueError: naming the order that cuts the state of `what`, too.
     """
-    if getattr(tx.update, IS_PARTITIONED, False):
+    if hasattr(tx.update, PARTITIONED):
         raise ValueError(
             f"{what} around zero.optimizer(tx) would keep its own state whole on every device; "
-            f"write zero.optimizer({what}(tx))."
+            "put it inside, as in zero.optimizer(master_weights(tx))."
         )
     return optax.with_extra_args_support(tx)
 

@@ -162,7 +162,7 @@ class Report:
                 cut if self.stage.state else "whole",
             ),
             ("sent in a step", format_bytes(self.wire_bytes), self._law()),
-            ("the update adds", self._added(), "0 if element-wise, but for scalars"),
+            ("the update adds", self._added(), "0 if element-wise"),
             ("padded over logical", f"{fill:.4f}", "1 plus padding"),
             (
                 "left whole",

@@ -167,6 +167,14 @@ def test_element_wise_updates_and_norms_add_nothing_and_compile_nothing(stage, n
     assert ("the update adds", "0 B", "0 if element-wise") in report.totals()
 
 
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_master_weights_and_loss_scales_add_nothing(policy, monkeypatch):
+    monkeypatch.setattr("jzero.sent.collectives", lambda text: pytest.fail("compiled"))
+    tree = jax.tree.map(lambda x: x.astype(policy), stack(3))
+    tx = jzero.with_policy(optax.adamw(LR), jzero.policy(policy))
+    assert jzero.Zero(jzero.make_mesh(), 1, like=tree).report(tree, tx).update_bytes == 0
+
+
 def test_muon_cut_between_layers_adds_no_more_than_scalars():
     tree = stack(8)
     zero = jzero.Zero(jzero.make_mesh(), 1, like=tree, cut_layers=True)

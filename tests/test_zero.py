@@ -301,7 +301,7 @@ def test_stage_3_without_like_is_refused():
     ("options", "words"),
     [
         ({"min_size": -1}, "min_size is -1; give a number of elements"),
-        ({"reduce_dtype": "int8"}, "reduce_dtype is 'int8'; give a floating-point dtype"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype 'int8' is no dtype to compute in"),
         ({"state_axes": ("replica", "data")}, "differs from axes=.*not supported yet"),
         ({"like": {}}, "the parameter tree has no leaves"),
         ({"like": {"a": 1.0, "b": "x"}}, "a is float '1.0'; b is str 'x'; wrap numbers"),
