@@ -14,13 +14,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # What each device does to its own shard, up to scalars, rows and columns that XLA may reduce.
 _LOCAL = """
-abs add add_any and argmax argmin atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp complex conj
-convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-imag integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
-optimization_barrier or pow real
-reduce_and reduce_max reduce_min reduce_or reduce_sum rem round rsqrt select_n
-sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh split
-sqrt square squeeze stop_gradient sub tan tanh transpose xor zeta
+abs add add_any and argmax argmin atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp
+complex conj convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp exp2 expm1
+floor ge gt imag integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne neg
+nextafter not optimization_barrier or pow real reduce_and reduce_max reduce_min reduce_or
+reduce_sum rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh split sqrt square squeeze stop_gradient sub tan tanh transpose
+xor zeta
 """
 _CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "cond", "scan", "while", "remat"))
 _VIEWS = frozenset(("conj", "convert_element_type", "copy", "copy_p"))
