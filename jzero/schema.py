@@ -260,7 +260,8 @@ def parse_section(
     hints = get_type_hints(kind)
     for key in table:
         if key not in hints:
-            raise ValueError(_unknown_key(section, key, list(hints), sections))
+            named = table.get("name") or table.get("target")
+            raise ValueError(_unknown_key(section, key, list(hints), sections, named))
     values = {key: typed(value, hints[key], section, key) for key, value in table.items()}
     for f in fields(kind):
         if f.name in values or f.default is not f.default_factory:  # both MISSING where required
@@ -274,7 +275,9 @@ def parse_section(
     return kind(**values)
 
 
-def _unknown_key(section: str, key: str, keys: list[str], sections: Mapping[str, type]) -> str:
+def _unknown_key(
+    section: str, key: str, keys: list[str], sections: Mapping[str, type], named: Any
+) -> str:
     near, home = nearest(key, keys), _home(key, sections)
     if home is not None and home != section:
         mend = f"it belongs in [{home}]."
@@ -284,6 +287,8 @@ def _unknown_key(section: str, key: str, keys: list[str], sections: Mapping[str,
         mend = f"did you mean {near!r}?"
     else:
         mend = f"its keys are {', '.join(keys)}."
+    if named is not None and home is None:
+        mend += f" If {named} is meant, leave {key!r} out of the file."
     return f"[{section}] has no key {key!r}; {mend}"
 
 

@@ -61,6 +61,7 @@ REFUSED = [
     ("[zero]\nstage = -1", "[zero] stage is -1; use 0, 1, 2 or 3."),
     ("[zero]\naxes = 'data'", "[zero] axes is 'data', of type str; give it a value of type arr"),
     ("[zero]\naxes = [1]", "[zero] axes is [1], of type list; give it a value of type array of"),
+    ("[optimizer]\nname = 'sgd'\nb2 = 0.9", "If sgd is meant, leave 'b2' out of the file."),
     ("[zero]\nkeep_gathered = true", "keep_gathered is True; it is for stage 3, not 2: leave it"),
     ("[zero]\ncut_layers = true", "[zero] cut_layers is True; it is for stage 1, not 2: leave it"),
     ("[precision]\npolicy = 'fp8'", "[precision] policy is 'fp8', of type str; give it a value of"),
@@ -293,6 +294,8 @@ def test_tables_of_steps_and_arrays_of_tables_reach_a_schedule(tmp_path):
         warmup_steps = 2
         decay_steps = 6
         end_value = 0
+        [train]
+        num_steps = 6
     """
     config = load_config(write(tmp_path, text))
     assert own_arguments(config.schedule)["cosine_kwargs"][0]["peak_value"] == 1.0
