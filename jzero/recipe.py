@@ -97,8 +97,8 @@ def make_setup(config: Config) -> Setup:
     Raises:
       ValueError: values of the configuration that do not go together.
     """
+    _set_cpu_devices(config.mesh.num_cpu_devices)  # first: a rate that is computed starts jax
     schedule, momentum = make_schedule(config), make_momentum(config)
-    _set_cpu_devices(config.mesh.num_cpu_devices)
     sizes = config.mesh
     mesh = make_mesh(replica=sizes.replica, data=sizes.data, model=sizes.model)
     make = model_factory(config.model, config.precision)

@@ -1,6 +1,8 @@
 """The command line: exit statuses, overrides, help, and errors without a traceback."""
 
+import os
 import re
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -18,7 +20,8 @@ from jzero.schema import (
     schedules_by_name,
 )
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 SIZES = {"gpt2_124m": "124.4M", "gpt2_355m": "354.8M", "gpt2_774m": "774.0M", "gpt2_1558m": "1.6B"}
 
 TOML = """
@@ -272,3 +275,12 @@ def test_help_without_config_works_where_the_default_model_is_not(monkeypatch, c
     monkeypatch.setattr("jzero.cli.parse_config", refuse)
     assert main(["train", "--help"]) == 0
     assert "CONFIG" in capsys.readouterr().out
+
+
+def test_a_new_process_makes_the_virtual_devices_that_a_configuration_asks_for():
+    env = {k: x for k, x in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    words = ["report", "configs/gpt2_demo.toml", "--mesh.num_cpu_devices", "3"]
+    command = [sys.executable, "-m", "jzero", *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "over 3 shards" in done.stdout
