@@ -120,14 +120,27 @@ def warmup_lr(
     >>> [round(float(schedule(step)), 2) for step in (0, 1, 2, 10, 11, 99)]
     [0.0, 0.0, 0.1, 0.9, 1.0, 1.0]
     """
-    _check_warmup(warmup_num_steps, warmup_type)
-    _check_range("warmup_min_lr", warmup_min_lr, "warmup_max_lr", warmup_max_lr)
-    num_rise = max(2, warmup_num_steps)
+    return _risen(
+        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, lambda index, num_rise: 1.0
+    )
+
+
+def _risen(
+    low: float,
+    high: float,
+    num_steps: int,
+    warmup_type: WarmupType,
+    after: Callable[[jax.Array, int], Any],
+) -> optax.Schedule:
+    """DeepSpeed's rise from one rate to another; `after` gives the share of it from then on."""
+    _check_warmup(num_steps, warmup_type)
+    _check_range("warmup_min_lr", low, "warmup_max_lr", high)
+    num_rise = max(2, num_steps)
 
     def schedule(count: Any) -> jax.Array:
         index = jnp.asarray(count) - 1
-        share = jnp.where(index < num_rise, _rise(index, num_rise, warmup_type), 1.0)
-        return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * share
+        rise = _rise(index, num_rise, warmup_type)
+        return low + (high - low) * jnp.where(index < num_rise, rise, after(index, num_rise))
 
     return schedule
 
@@ -159,17 +172,12 @@ def warmup_decay_lr(
     """
     _check_warmup(warmup_num_steps, warmup_type)
     _check_total(total_num_steps, warmup_num_steps)
-    _check_range("warmup_min_lr", warmup_min_lr, "warmup_max_lr", warmup_max_lr)
-    num_rise = max(2, warmup_num_steps)
 
-    def schedule(count: Any) -> jax.Array:
-        index = jnp.asarray(count) - 1
-        fall = _real(total_num_steps - index) / max(1, total_num_steps - num_rise)
-        rise = _rise(index, num_rise, warmup_type)
-        share = jnp.where(index < num_rise, rise, jnp.maximum(fall, 0.0))
-        return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * share
+    def fall(index: jax.Array, num_rise: int) -> jax.Array:
+        left = _real(total_num_steps - index) / max(1, total_num_steps - num_rise)
+        return jnp.maximum(left, 0.0)
 
-    return schedule
+    return _risen(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, fall)
 
 
 def warmup_cosine_lr(

@@ -12,6 +12,9 @@ import jzero
 from models.gpt2 import GPT2
 from tests import toys
 
+# Arguments and what is lowered do not depend on it; XLA:CPU is slow in 16 bits.
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 TIME = 32
 # Bytes at rest per parameter: what is whole, and what is cut to 1/N.
 LAW = {0: (14, 0), 1: (2, 12), 2: (2, 12), 3: (0, 14)}
@@ -51,14 +54,6 @@ def lowered(stage, num_devices, policy_name):
     # Kept: whether the loss scale is stuck is only ever written.
     jitted = jax.jit(step, donate_argnums=(0, 1), keep_unused=True)
     return zero, zero.report(model, tx), jitted.lower(params, state, batch)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unoptimized():
-    """Arguments and what is lowered do not depend on it; XLA:CPU is slow in 16 bits."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 CASES = [(0, 8, "bfloat16"), (1, 8, "bfloat16"), (2, 8, "bfloat16"), (3, 8, "bfloat16"),

@@ -24,6 +24,9 @@ from jzero.tokens import write_nanogpt_bin
 from jzero.train import EXTRAS, Result, init_state, make_step, prepare, train
 from models.gpt2 import GPT2
 
+# What is claimed here is of the loop around the program.
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 TINY: dict[str, dict[str, Any]] = {
     "model": {"num_positions": 16, "num_layers": 2, "num_heads": 2, "embed_dim": 16,
               "vocab_size": 256},
@@ -33,14 +36,6 @@ TINY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Float32 sums in another order: the curve over a few steps, of losses near 5.
 CURVE_TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unoptimized():
-    """XLA compiles in half the time; what is claimed here is of the loop around the program."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

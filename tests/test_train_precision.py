@@ -18,6 +18,9 @@ from jzero.runlog import start_rows
 from jzero.train import init_state, make_step, prepare, train
 from jzero.trees import named_leaves
 
+# What is claimed here is of the loop around the program.
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 SEQ_LEN = 16
 
 
@@ -53,14 +56,6 @@ class Masked(Small):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         keep = tokens[:, 1:] != 32
         return (losses * keep).sum(), keep.sum()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unoptimized():
-    """XLA compiles in half the time; what is claimed here is of the loop around the program."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
