@@ -31,7 +31,7 @@ class Wire:
     leaf: Leaf
     axes: tuple[str, ...]
     gather: bool
-    reduce_dtype: Any = None
+    reduce_dtype: Any
 
 
 def all_gather(shard: jax.Array, wire: Wire) -> jax.Array:

@@ -212,17 +212,17 @@ def reduce_gradient(loss: Loss, leaf: Leaf, grad: jax.Array, factor: Any, dtype:
     Sent in `reduce_dtype`, by default the parameter's own, whatever it was accumulated in.
     """
     place = loss.place
-    sent = place.reduce_dtype or leaf.dtype
+    wire = place.wire(leaf)
     if factor is not None:
         grad = grad.astype(jnp.promote_types(dtype, jnp.float32))
         grad = grad * jnp.asarray(factor, jnp.finfo(grad.dtype).dtype)
     if loss.is_born_cut(leaf):
-        grad = all_reduce(grad, place.replicas, sent) if place.replicas else grad
+        grad = all_reduce(grad, place.replicas, wire.reduce_dtype) if place.replicas else grad
     elif place.stage.state and leaf.dim is not None:
-        grad = reduce_scatter(grad, dataclasses.replace(place.wire(leaf), reduce_dtype=sent))
+        grad = reduce_scatter(grad, wire)
         grad = all_reduce(grad, place.replicas) if place.replicas else grad
     else:
-        grad = all_reduce(grad, place.data_axes, sent)
+        grad = all_reduce(grad, place.data_axes, wire.reduce_dtype)
     return grad.astype(dtype)
 
 

@@ -40,8 +40,8 @@ class Place:
         return meshes.axes_size(self.mesh, self.data_axes)
 
     def wire(self, leaf: Leaf) -> Wire:
-        """How a leaf travels."""
-        return Wire(leaf, self.axes, gather=self.stage.params, reduce_dtype=self.reduce_dtype)
+        """How a leaf travels; its gradient in `reduce_dtype`, by default the parameter's own."""
+        return Wire(leaf, self.axes, self.stage.params, self.reduce_dtype or leaf.dtype)
 
     def param_spec(self, leaf: Leaf) -> jax.sharding.PartitionSpec:
         """The spec of a parameter at rest."""
