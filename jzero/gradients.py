@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero import mesh as meshes
-from jzero.collectives import all_reduce, read_hook, reduce_scatter
+from jzero.held import all_reduce, read_hook, reduce_scatter
 from jzero.layout import Leaf, P, is_floating
 from jzero.losses import Inputs, Loss, Place, Reads
 from jzero.outputs import Outputs, constant_weight, split_loss

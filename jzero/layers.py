@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jzero.collectives import mark_read, mark_stream, read
+from jzero.held import mark_read, mark_stream, read
 from jzero.prefetch import Loop
 from jzero.stack import Stack, is_held, remat_policy
 

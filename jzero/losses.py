@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jzero import mesh as meshes
-from jzero.collectives import Held, Wire, fetch, mark_hook, read, with_hook
+from jzero.held import Held, Wire, fetch, mark_hook, read, with_hook
 from jzero.layout import STAGES, Leaf, P, Stage, is_floating
 from jzero.reads import depends_on, find_constrained_axes, plan_reads, trace
 from jzero.trees import leaf_name, merge, named_leaves

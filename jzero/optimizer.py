@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero import mesh as meshes
-from jzero.collectives import all_gather
+from jzero.held import all_gather
 from jzero.layout import Layout, Leaf, P, is_floating, is_key, make_state_layout, pad, unpad
 from jzero.losses import Place
 from jzero.precision import PARTITIONED, exact_update

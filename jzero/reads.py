@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.interpreters import partial_eval
 
-from jzero.collectives import READ
+from jzero.held import READ
 from jzero.layout import Leaf
 
 _LOOPS = ("while", "cond")

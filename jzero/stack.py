@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jzero.collectives import Held, fetch, reduce_scatter
+from jzero.held import Held, fetch, reduce_scatter
 from jzero.layout import is_floating
 
 

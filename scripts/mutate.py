@@ -3,7 +3,7 @@ says which test notices.
 
     python scripts/mutate.py --list
     python scripts/mutate.py --only jzero/optimizer.py
-    python scripts/mutate.py --only jzero/collectives.py:43 --tests tests/test_parity.py
+    python scripts/mutate.py --only jzero/held.py:43 --tests tests/test_parity.py
 
 A deleted call leaves its array argument behind. Each mutant lives in a temporary copy of the
 repository, where the core tests run until the first failure. Exit status 1: one survived.

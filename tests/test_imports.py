@@ -11,7 +11,7 @@ ORDER = [
     "layout",
     "mesh",
     "trees",
-    "collectives",
+    "held",
     "reads",
     "losses",
     "outputs",
