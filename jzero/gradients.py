@@ -217,12 +217,11 @@ def reduce_gradient(loss: Loss, leaf: Leaf, grad: jax.Array, factor: Any, dtype:
         grad = grad.astype(jnp.promote_types(dtype, jnp.float32))
         grad = grad * jnp.asarray(factor, jnp.finfo(grad.dtype).dtype)
     if loss.is_born_cut(leaf):
-        grad = all_reduce(grad, place.replicas, wire.reduce_dtype) if place.replicas else grad
+        grad = all_reduce(grad, wire, place.replicas)
     elif place.stage.state and leaf.dim is not None:
-        grad = reduce_scatter(grad, wire)
-        grad = all_reduce(grad, place.replicas) if place.replicas else grad
+        grad = all_reduce(reduce_scatter(grad, wire), wire, place.replicas)
     else:
-        grad = all_reduce(grad, place.data_axes, wire.reduce_dtype)
+        grad = all_reduce(grad, wire, place.data_axes)
     return grad.astype(dtype)
 
 

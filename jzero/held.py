@@ -37,7 +37,8 @@ class Wire:
 def all_gather(shard: jax.Array, wire: Wire) -> jax.Array:
     """Gathers a shard (any leading stacked dims missing) to the logical whole, in its own dtype."""
     dim = _dim(shard, wire.leaf)
-    whole = jax.lax.all_gather(shard, wire.axes, axis=dim, tiled=True)
+    with _named(wire.leaf):
+        whole = jax.lax.all_gather(shard, wire.axes, axis=dim, tiled=True)
     if not wire.leaf.padding:
         return whole
     return jax.lax.slice_in_dim(whole, 0, _cut_size(wire.leaf), axis=dim)
@@ -52,12 +53,21 @@ def reduce_scatter(grad: jax.Array, wire: Wire) -> jax.Array:
     if wire.leaf.padding:
         grad = jnp.pad(grad, [(0, wire.leaf.padding * (d == dim)) for d in range(grad.ndim)])
     grad = _to_send(grad, wire.reduce_dtype)
-    return jax.lax.psum_scatter(grad, wire.axes, scatter_dimension=dim, tiled=True)
+    with _named(wire.leaf):
+        return jax.lax.psum_scatter(grad, wire.axes, scatter_dimension=dim, tiled=True)
 
 
-def all_reduce(grad: jax.Array, axes: tuple[str, ...], reduce_dtype: Any = None) -> jax.Array:
-    """Sums over `axes`, sent in `reduce_dtype`."""
-    return jax.lax.psum(_to_send(grad, reduce_dtype), axes)
+def all_reduce(grad: jax.Array, wire: Wire, axes: tuple[str, ...]) -> jax.Array:
+    """Sums over `axes`, where there are any, sent in `reduce_dtype`."""
+    if not axes:
+        return grad
+    with _named(wire.leaf):
+        return jax.lax.psum(_to_send(grad, wire.reduce_dtype), axes)
+
+
+def _named(leaf: Leaf) -> Any:
+    """A scope by which a compiled program's collectives say whose they are."""
+    return jax.named_scope(f"param[{leaf.name}]")
 
 
 def _to_send(grad: jax.Array, reduce_dtype: Any) -> jax.Array:

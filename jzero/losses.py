@@ -48,6 +48,18 @@ class Place:
         return leaf.spec(self.axes) if self.stage.params else P()
 
 
+def is_born_cut(leaf: Leaf, stage: Stage, num_microbatches: int) -> bool:
+    """Whether a gradient is reduce-scattered where it arises: no device holds it whole.
+
+    At stage 1 several microbatches are summed first, and reduced once; a single one is reduced as
+    at stage 2, beside the compute of the layers before it.
+    """
+    if leaf.dim is None or not stage.state:
+        return False
+    is_cut_in_layer = not (leaf.is_stacked and leaf.dim == 0)
+    return stage.grads or (num_microbatches == 1 and is_cut_in_layer)
+
+
 def check_batch(batch: Any, num_shards: int, num_microbatches: int, *, argnum: int) -> None:
     """Checks that dim 0 of every array of a batch argument can be split evenly.
 
@@ -101,6 +113,7 @@ class Loss:
     graphdef: Any
     treedef: Any
     names: tuple[str, ...]
+    num_microbatches: int
     note_reads: Callable[[dict[str, bool]], None]
 
     @property
@@ -115,7 +128,7 @@ class Loss:
 
     def is_born_cut(self, leaf: Leaf) -> bool:
         """Whether the gradient of a parameter is reduce-scattered where it arises."""
-        return self.place.stage.grads and leaf.dim is not None
+        return is_born_cut(leaf, self.place.stage, self.num_microbatches)
 
     def call(self, values: Sequence[Any], inputs: Inputs, hook: Any) -> tuple[Any, Any]:
         """Rebuilds the user's parameters and calls; returns the output and the new state."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.config import Config, ModelConfig, PrecisionConfig
@@ -23,6 +23,7 @@ from jzero.policies import policy as make_named_policy
 from jzero.precision import bits
 from jzero.rates import make_momentum, make_optimizer, make_schedule
 from jzero.schema import import_target, own_arguments, parameters
+from jzero.terminal import train_flops_per_token
 from jzero.trees import abstract_leaves
 from jzero.zero import Zero
 
@@ -72,6 +73,19 @@ class Setup:
         return self.batch.train_batch_size // self.batch.num_microbatches
 
     @property
+    def num_params(self) -> int:
+        """Logical parameters of the model."""
+        return sum(math.prod(x.shape) for x in abstract_leaves(self.abstract).values())
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of the model; of attention, too, where its arguments tell layers and width."""
+        arguments = own_arguments(self.config.model)
+        num_layers, dim = arguments.get("num_layers", 0), arguments.get("embed_dim", 0)
+        seq_len = self.config.data.seq_len
+        return train_flops_per_token(self.num_params, num_layers, seq_len, embed_dim=dim)
+
+    @property
     def loss_fn(self) -> Callable[..., jax.Array]:
         """`loss_fn(model, tokens, key)`, to be put under `zero`."""
         return make_loss_fn(type(self.abstract), self.zero.run_layers)
@@ -91,16 +105,22 @@ class Setup:
         return jax.make_array_from_process_local_data(sharding, rows)
 
 
-def make_setup(config: Config) -> Setup:
+def make_setup(config: Config, mesh: Mesh | None = None) -> Setup:
     """Makes mesh, abstract model, Zero and optimizer, of which nothing is compiled or run.
+
+    Args:
+      config: of the run.
+      mesh: another than that of [mesh] over the devices at hand: of GPUs that are not here, say.
 
     Raises:
       ValueError: values of the configuration that do not go together.
     """
-    _set_cpu_devices(config.mesh.num_cpu_devices)  # first: a rate that is computed starts jax
-    schedule, momentum = make_schedule(config), make_momentum(config)
     sizes = config.mesh
-    mesh = make_mesh(replica=sizes.replica, data=sizes.data, model=sizes.model)
+    if mesh is None:
+        _set_cpu_devices(sizes.num_cpu_devices)  # first: a rate that is computed starts jax
+    schedule, momentum = make_schedule(config), make_momentum(config)
+    if mesh is None:
+        mesh = make_mesh(replica=sizes.replica, data=sizes.data, model=sizes.model)
     make = model_factory(config.model, config.precision)
 
     def make_model(key: jax.Array) -> Any:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from jzero.gradients import Accumulation
 from jzero.layout import Layout, Leaf, Stage, is_floating
+from jzero.losses import is_born_cut
 from jzero.terminal import format_bytes, format_count
 
 
@@ -64,7 +65,10 @@ class Report:
         trained = (leaf for leaf in self.params.values() if is_floating(leaf.dtype))
         dtype = self.accumulation.dtype
         sums = (dataclasses.replace(x, dtype=dtype(x, self.reduce_dtype)) for x in trained)
-        return sum(held_bytes(leaf, self.stage.grads) for leaf in sums)
+        return sum(held_bytes(leaf, self._is_born_cut(leaf)) for leaf in sums)
+
+    def _is_born_cut(self, leaf: Leaf) -> bool:
+        return is_born_cut(leaf, self.stage, self.accumulation.num_microbatches)
 
     @property
     def gathered_bytes(self) -> int:
@@ -133,7 +137,7 @@ class Report:
     def _note(self, leaf: Leaf) -> str:
         if leaf.dim is None:
             return leaf.why_whole
-        if not self.stage.grads:
+        if not self._is_born_cut(leaf):
             return ""
         if leaf.name not in self.reads:
             return "no loss traced yet"
@@ -151,11 +155,12 @@ class Report:
         whole = [leaf for leaf in self.params.values() if leaf.dim is None and leaf.shape]
         fill = sum(leaf.rest_size for leaf in self.params.values()) / max(self.num_params, 1)
         cut = f"1/{self.num_shards}"
+        born_cut = any(map(self._is_born_cut, self.params.values()))
         kept = ("kept gathered in a step", format_bytes(self.gathered_bytes), "whole, as stage 2")
         return [
             ("parameters", format_bytes(self.params_bytes), cut if self.stage.params else "whole"),
             *([kept] if self.gathered_bytes else []),
-            ("gradients", format_bytes(self.grads_bytes), cut if self.stage.grads else "whole"),
+            ("gradients", format_bytes(self.grads_bytes), cut if born_cut else "whole"),
             (
                 "optimizer state",
                 format_bytes(self.state_bytes) if self.state else "no transform given",

@@ -12,22 +12,19 @@ from rich.console import Console
 
 from jzero.config import TrainConfig, profile_steps
 from jzero.data import Corpus
+from jzero.gpus import peak_flops
 from jzero.metrics import METRICS_FILE, MetricsWriter
 from jzero.policies import DTYPE_FIELDS
 from jzero.rates import make_momentum
 from jzero.recipe import Setup
 from jzero.report import Report
-from jzero.schema import own_arguments
 from jzero.skips import check_skip_counts, trained_names
 from jzero.terminal import (
     Progress,
     StepLine,
     format_bytes,
     format_count,
-    peak_flops,
-    train_flops_per_token,
 )
-from jzero.trees import abstract_leaves
 
 WRITTEN = ("loss", "grad_norm", "lr", "skipped_steps", "loss_scale")  # of what a step measures
 
@@ -170,7 +167,7 @@ def open_log(setup: Setup, console: Console, is_first: bool) -> Log:
         num_steps=settings.num_steps,
         log_every=settings.log_every,
         tokens_per_step=setup.batch.train_batch_size * config.data.seq_len,
-        flops_per_token=None if is_cpu else _flops_per_token(setup),
+        flops_per_token=None if is_cpu else setup.flops_per_token,
         peak_flops=peak_flops(device.device_kind, _dtypes(setup)["compute"]),
         lag=0 if is_cpu else 1,
         names=trained_names(setup.abstract),
@@ -219,8 +216,8 @@ def start_rows(setup: Setup, corpus: Corpus) -> list[tuple[str, str]]:
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     batch = setup.batch
     shards, global_rows = setup.rows // batch.micro_batch, batch.train_batch_size
-    flops, dtypes = _flops_per_token(setup), _dtypes(setup)
-    num_params = _num_params(setup)
+    flops, dtypes = setup.flops_per_token, _dtypes(setup)
+    num_params = setup.num_params
     memory = {
         "parameters": report.params_bytes,
         "gathered": report.gathered_bytes,
@@ -272,19 +269,6 @@ def _sent(report: Report) -> str:
     more = "an unknown number" if added is None else f"{format_bytes(added)} more"
     by_law = f"{format_bytes(report.wire_bytes)} a step"
     return by_law if added == 0 else f"{by_law}, {more} in the update"
-
-
-def _num_params(setup: Setup) -> int:
-    return sum(math.prod(x.shape) for x in abstract_leaves(setup.abstract).values())
-
-
-def _flops_per_token(setup: Setup) -> float:
-    """FLOPs of the model; of attention, too, where its arguments tell layers and width."""
-    arguments = own_arguments(setup.config.model)
-    num_layers, dim = arguments.get("num_layers", 0), arguments.get("embed_dim", 0)
-    return train_flops_per_token(
-        _num_params(setup), num_layers, setup.config.data.seq_len, embed_dim=dim
-    )
 
 
 def _dtypes(setup: Setup) -> dict[str, str]:

@@ -11,9 +11,9 @@ import optax
 
 from jzero import mesh as meshes
 from jzero.layout import Layout, Leaf, is_floating
+from jzero.ledger import collectives
 from jzero.optimizer import Partition, partitioned, unpartitioned
 from jzero.products import has_only_local_ops
-from jzero.program import collectives, sent_bytes
 from jzero.trees import abstract_leaves, named_leaves
 
 
@@ -43,7 +43,7 @@ def added_bytes(tx: optax.GradientTransformation, partition: Partition, params: 
         return None
     if has_only_local_ops(jaxpr, min(sizes)):
         return 0
-    total = sent_bytes(collectives(_compiled(tx, partition, layout, params)))
+    total = collectives(_compiled(tx, partition, layout, params)).check().sent_bytes
     return max(round(total - _gather_bytes(partition, layout)), 0)
 
 

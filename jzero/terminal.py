@@ -1,7 +1,6 @@
-"""What a run prints: the start-up table, a line an interval, a bar; and the peak of a device."""
+"""What a run prints: the start-up table, a line an interval, a bar."""
 
 import math
-import re
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -11,53 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
-
-# TFLOP/s, dense, by words of the device's name: (float32, bfloat16, float16); None: no such unit.
-# The first entry whose words are all in the name is taken.
-PEAK_TFLOPS: dict[tuple[str, ...], tuple[float, float | None, float]] = {
-    ("V100", "PCIE"): (14.0, None, 112.0),
-    ("V100",): (15.7, None, 125.0),
-    ("A100",): (156.0, 312.0, 312.0),
-    ("H100", "PCIE"): (378.0, 756.5, 756.5),
-    ("H100",): (494.7, 989.4, 989.4),
-    ("H200",): (494.7, 989.4, 989.4),
-    ("B200",): (1100.0, 2250.0, 2250.0),
-    ("GB200",): (1250.0, 2500.0, 2500.0),
-    ("L4",): (60.0, 121.0, 121.0),
-    ("L40S",): (183.0, 362.05, 362.05),
-    ("RTX", "3090"): (35.6, 71.0, 71.0),
-    ("RTX", "4090"): (82.6, 165.2, 165.2),
-}
-OTHER_CHIPS = frozenset({"NVL", "TI", "D", "LAPTOP", "FHHL", "MIG", "MAX"})  # same name, other peak
-
-
-def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Look up the dense matrix peak of one GPU, the denominator of MFU.
-
-    Args:
-        device_kind: `jax.Device.device_kind`, such as "NVIDIA H100 80GB HBM3".
-        dtype: "float32", "bfloat16" or "float16", as multiplied. float32 is the TF32 peak,
-            which XLA uses for float32 matmuls by default; the V100 has no TF32: plain FP32.
-
-    Returns:
-        FLOP/s, or None where unknown: CPUs, other GPUs, slices of one (MIG), other dtypes.
-
-    Source: NVIDIA's data sheets (V100, A100, H100, H200, L4, L40S, "HGX B200", "GB200 NVL72": per
-    GPU, halved where the sheet says "with sparsity"), and for GeForce the GA102 and Ada
-    whitepapers, with FP32 accumulation.
-
-    >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
-    989400000000000.0
-    >>> peak_flops("cpu", "float32") is None
-    True
-    """
-    column = {"float32": 0, "bfloat16": 1, "float16": 2}.get(dtype)
-    words = set(re.findall(r"[A-Z0-9]+", device_kind.upper()))
-    if column is None or words & OTHER_CHIPS:
-        return None
-    rows = (row for names, row in PEAK_TFLOPS.items() if words.issuperset(names))
-    tflops = next(rows, (None, None, None))[column]
-    return None if tflops is None else tflops * 1e12
 
 
 def train_flops_per_token(num_params: int, num_layers: int, seq_len: int, embed_dim: int) -> float:

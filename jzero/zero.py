@@ -330,7 +330,7 @@ class Zero:
 
         @functools.partial(jax.jit, static_argnums=0)
         def run(graphdef: Any, params: Any, inputs: losses.Inputs, scale: Any) -> Any:
-            loss, values = self._loss(loss_fn, graphdef, params, inputs.frozen)
+            loss, values = self._loss(loss_fn, graphdef, params, inputs.frozen, num_microbatches)
             return gradients.reduced_value_and_grad(loss, acc, values, inputs, scale)
 
         @functools.wraps(loss_fn, assigned=("__name__", "__doc__"), updated=())
@@ -405,12 +405,15 @@ class Zero:
         inputs = losses.Inputs(parts.frozen, parts.state, tuple(args))
         return parts.graphdef, parts.params, inputs
 
-    def _loss(self, fn: Any, graphdef: Any, params: Any, frozen: Any) -> tuple[losses.Loss, Any]:
+    def _loss(
+        self, fn: Any, graphdef: Any, params: Any, frozen: Any, num_microbatches: int = 1
+    ) -> tuple[losses.Loss, Any]:
         leaves, treedef = named_leaves(params)
         shapes = leaves | named_leaves(frozen)[0]
         layout = dict(self._layout_of(shapes))
+        names, note_reads = tuple(leaves), self._memo.reads.update
         loss = losses.Loss(
-            fn, self._place, layout, graphdef, treedef, tuple(leaves), self._memo.reads.update
+            fn, self._place, layout, graphdef, treedef, names, num_microbatches, note_reads
         )
         return loss, list(leaves.values())
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.attention import ATTENTIONS, causal_attention
 from models.layers import (
     INIT_STDDEV,
     Embedding,
     LayerNorm,
     Projection,
-    causal_attention,
     check_remat,
     dropout,
     run_layers,
@@ -34,8 +34,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 class Attention(nnx.Module):
     """Causal self-attention of `num_heads` heads."""
 
-    def __init__(self, dim: int, num_heads: int, rate: float, stddev: float, dtype: str, rngs):
-        self.num_heads, self.dropout = num_heads, rate
+    def __init__(self, dim, num_heads, attention, rate, stddev, dtype, rngs):
+        self.num_heads, self.attention, self.dropout = num_heads, attention, rate
         self.c_attn = Projection(dim, 3 * dim, INIT_STDDEV, dtype, rngs)
         self.c_proj = Projection(dim, dim, stddev, dtype, rngs)
 
@@ -44,7 +44,8 @@ class Attention(nnx.Module):
         shape = (num_rows, num_positions, self.num_heads, dim // self.num_heads)
         qkv = jnp.split(self.c_attn(x_BTD), 3, axis=-1)
         q_BTHK, k_BTHK, v_BTHK = (part_BTD.reshape(shape) for part_BTD in qkv)  # (B, T, H, K)
-        mixed_BTHK = causal_attention(q_BTHK, k_BTHK, v_BTHK, rate=self.dropout, key=key)
+        options = {"attention": self.attention, "rate": self.dropout, "key": key}
+        mixed_BTHK = causal_attention(q_BTHK, k_BTHK, v_BTHK, **options)
         return self.c_proj(mixed_BTHK.reshape(x_BTD.shape))  # (B, T, D)
 
 
@@ -62,10 +63,10 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One pre-LN layer: attention, then MLP, each added to what came in."""
 
-    def __init__(self, dim, num_heads, rate, eps, stddev, dtype, rngs):
+    def __init__(self, dim, num_heads, attention, rate, eps, stddev, dtype, rngs):
         self.dropout = rate
         self.ln_1 = LayerNorm(dim, eps, dtype)
-        self.attn = Attention(dim, num_heads, rate, stddev, dtype, rngs)
+        self.attn = Attention(dim, num_heads, attention, rate, stddev, dtype, rngs)
         self.ln_2 = LayerNorm(dim, eps, dtype)
         self.mlp = MLP(dim, stddev, dtype, rngs)
 
@@ -87,6 +88,7 @@ class GPT2(nnx.Module):
       dropout: share, in [0, 1), of embeddings, attention probabilities and residual branches that
         becomes zero where a call is given a key.
       layer_norm_eps: added to the variance.
+      attention: "auto", "cudnn", "blocked" or "full"; see `models.attention.causal_attention`.
       remat: "none", "full" or "dots"; see `models.layers.run_layers`.
       loss_chunk: positions whose logits `loss` holds at once; None holds all.
       param_dtype, compute_dtype: "float16", "bfloat16", "float32", or "float64" under jax's x64.
@@ -112,6 +114,7 @@ class GPT2(nnx.Module):
         embed_dim: int = 768,
         dropout: float = 0.0,
         layer_norm_eps: float = 1e-5,
+        attention: str = "auto",
         remat: str = "full",
         loss_chunk: int | None = None,
         param_dtype: str = "float32",
@@ -128,7 +131,7 @@ class GPT2(nnx.Module):
         }
         _check_sizes(sizes)
         _check_heads(embed_dim, num_heads)
-        _check_choices(dropout, layer_norm_eps, remat)
+        _check_choices(dropout, layer_norm_eps, remat, attention)
         _check_dtypes({"param_dtype": param_dtype, "compute_dtype": compute_dtype})
         self.num_layers, self.num_positions = num_layers, num_positions
         self.dropout, self.remat, self.loss_chunk = dropout, remat, loss_chunk
@@ -138,8 +141,8 @@ class GPT2(nnx.Module):
         @nnx.split_rngs(splits=num_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def make_layers(rngs):
-            args = (embed_dim, num_heads, dropout, layer_norm_eps, stddev, param_dtype)
-            return Block(*args, rngs)
+            sizes = (embed_dim, num_heads, attention)
+            return Block(*sizes, dropout, layer_norm_eps, stddev, param_dtype, rngs)
 
         self.wte = Embedding(vocab_size, embed_dim, param_dtype, rngs)
         self.wpe = Embedding(num_positions, embed_dim, param_dtype, rngs)
@@ -307,8 +310,10 @@ def _check_heads(embed_dim: int, num_heads: int) -> None:
         )
 
 
-def _check_choices(dropout: float, layer_norm_eps: float, remat: str) -> None:
+def _check_choices(dropout: float, layer_norm_eps: float, remat: str, attention: str) -> None:
     check_remat(remat)
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention {attention!r} is unknown; use one of {', '.join(ATTENTIONS)}.")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout {dropout} is outside [0, 1); give the share that becomes zero.")
     if not layer_norm_eps > 0.0:

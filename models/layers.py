@@ -1,12 +1,11 @@
 """The parts that models share: the loop over stacked layers, small modules, matmuls that widen.
 
-Letters: L stacked layers, B batch, T time, S time of the keys, D embed, H heads, K head dim, I and
-O the dims into and out of a projection.
+Letters: L stacked layers, B batch, T time, D embed, I and O the dims into and out of a projection.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,53 +97,6 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
         return x
     is_kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
     return jnp.where(is_kept, x / (1.0 - rate), jnp.zeros_like(x))
-
-
-def causal_attention(
-    q_BTHK: jax.Array,
-    k_BTHK: jax.Array,
-    v_BTHK: jax.Array,
-    *,
-    rate: float = 0.0,
-    key: jax.Array | None = None,
-) -> jax.Array:
-    """Attention of each position to itself and those before it, scaled by 1 / sqrt(K).
-
-    Args:
-      q_BTHK, k_BTHK, v_BTHK: floating arrays of one shape and dtype.
-      rate: share of the attention probabilities that becomes zero, in [0, 1).
-      key: typed PRNG key for that; None for none.
-
-    Returns:
-      Array (B, T, H, K) of the same dtype.
-    """
-    num_positions, _, head_dim = q_BTHK.shape[1:]
-    has_dropout = key is not None and rate > 0.0
-    kernel = attention_kernel(q_BTHK.dtype, head_dim, jax.default_backend())
-    is_usual = q_BTHK.dtype in (jnp.bfloat16, jnp.float32)
-    if not has_dropout and (kernel == "cudnn" or is_usual):
-        return jax.nn.dot_product_attention(
-            q_BTHK, k_BTHK, v_BTHK, is_causal=True, implementation=kernel
-        )
-    # jax's attention drops no probabilities, takes its softmax in float32 even for float64, and
-    # multiplies float16 in a way that XLA:CPU has not.
-    scores_BHTS = wide_einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) * head_dim**-0.5  # (B, H, T, S)
-    is_past_TS = jnp.tri(num_positions, dtype=bool)
-    lowest = jnp.finfo(scores_BHTS.dtype).min
-    scores_BHTS = jnp.where(is_past_TS[None, None, :, :], scores_BHTS, lowest)
-    probs_BHTS = dropout(jax.nn.softmax(scores_BHTS, axis=-1), rate, key)
-    return jnp.einsum("bhts,bshk->bthk", probs_BHTS.astype(v_BTHK.dtype), v_BTHK)  # (B, T, H, K)
-
-
-def attention_kernel(dtype: Any, head_dim: int, backend: str) -> Literal["cudnn", "xla"]:
-    """The implementation of `jax.nn.dot_product_attention`: cuDNN's where it can, XLA's elsewhere.
-
-    >>> attention_kernel(jnp.bfloat16, 64, "gpu"), attention_kernel(jnp.float32, 64, "gpu")
-    ('cudnn', 'xla')
-    """
-    is_16_bit = jnp.dtype(dtype) in (jnp.dtype("bfloat16"), jnp.dtype("float16"))
-    fits = is_16_bit and head_dim % 8 == 0 and head_dim <= 128
-    return "cudnn" if backend == "gpu" and fits else "xla"
 
 
 def normal_init(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: str) -> jax.Array:

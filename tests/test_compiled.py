@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero import program
+from jzero.ledger import collectives
 from jzero.trees import named_leaves
 from models.gpt2 import GPT2
 from tests import toys
@@ -88,11 +88,11 @@ def law(zero, stage, num_microbatches=1):
 @pytest.mark.parametrize(("stage", "num_devices", "lend"), CASES)
 def test_the_wire_carries_what_the_law_says_and_nothing_else(stage, num_devices, lend):
     zero, _, step, _ = compiled(stage, num_devices, lend)
-    rows = program.collectives(step.as_text(), more_than=SCALARS)
+    rows = collectives(step, more_than=SCALARS).check()
     want = law(zero, stage)
     assert {row.kind for row in rows} == set(want)
     for kind, elements in want.items():
-        assert program.wire(rows, kind) == pytest.approx(elements, rel=0.01), kind
+        assert rows.wire(kind) == pytest.approx(elements, rel=0.01), kind
     assert {row.group_size for row in rows} == {num_devices}
 
 
@@ -100,14 +100,14 @@ def test_the_wire_carries_what_the_law_says_and_nothing_else(stage, num_devices,
 @pytest.mark.parametrize("lend", [False, True])
 def test_accumulation_reduces_as_often_as_the_law_says(stage, lend):
     zero, _, step, _ = compiled(stage, 8, lend, 4)
-    rows = program.collectives(step.as_text(), more_than=SCALARS)
+    rows = collectives(step, more_than=SCALARS).check()
     want = law(zero, stage, 4)
     assert {row.kind for row in rows} == set(want)
     for kind in set(want) - {"all-gather"}:
-        assert program.wire(rows, kind) == pytest.approx(want[kind], rel=0.01)
+        assert rows.wire(kind) == pytest.approx(want[kind], rel=0.01)
     if stage == 0:
         return
-    gathered = program.wire(rows, "all-gather")
+    gathered = rows.wire("all-gather")
     assert gathered <= 1.01 * want["all-gather"]
     # XLA may gather once for all microbatches what is outside the loops over layers: the tables,
     # and of the lent loops the layer that each starts with. The other layers never.
@@ -119,10 +119,10 @@ def test_accumulation_reduces_as_often_as_the_law_says(stage, lend):
 @pytest.mark.parametrize("lend", [False, True])
 def test_weights_that_are_kept_are_gathered_once_a_step(lend):
     zero, report, step, _ = compiled(3, 8, lend, 4, keep_gathered=True)
-    rows = program.collectives(step.as_text(), more_than=SCALARS)
+    rows = collectives(step, more_than=SCALARS).check()
     psi = sum(leaf.rest_size for leaf in zero.layout().values())
-    assert program.wire(rows, "all-gather") == pytest.approx(psi * 7 / 8, rel=0.01)
-    assert program.wire(rows, "reduce-scatter") == pytest.approx(4 * psi * 7 / 8, rel=0.01)
+    assert rows.wire("all-gather") == pytest.approx(psi * 7 / 8, rel=0.01)
+    assert rows.wire("reduce-scatter") == pytest.approx(4 * psi * 7 / 8, rel=0.01)
     assert report.wire(4) == pytest.approx(4 * 5 * psi * 7 / 8, rel=0.01)
     kept = step.memory_analysis().temp_size_in_bytes
     again = compiled(3, 8, lend, 4)[2].memory_analysis().temp_size_in_bytes
@@ -141,9 +141,9 @@ def test_reported_bytes_are_the_compiled_argument_bytes(stage, num_devices, lend
 @pytest.mark.parametrize(("stage", "num_devices", "lend"), CASES)
 def test_reported_wire_bytes_are_the_compiled_ones(stage, num_devices, lend):
     _, report, step, _ = compiled(stage, num_devices, lend)
-    rows = program.collectives(step.as_text(), more_than=SCALARS)
+    rows = collectives(step, more_than=SCALARS).check()
     kinds = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
-    sent = sum(times * 4 * program.wire(rows, kind) for kind, times in kinds.items())
+    sent = sum(times * 4 * rows.wire(kind) for kind, times in kinds.items())
     assert report.wire_bytes == pytest.approx(sent, rel=0.01)
 
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jzero
-from jzero import program
+from jzero.ledger import collectives
 from models.layers import run_layers as plain_run_layers
 from tests import toys
 
@@ -132,7 +132,7 @@ def test_the_loop_gathers_ahead_and_reduces_behind(stage, in_loop):
     loss = lambda m, b: (zero.run_layers(layer, m.layers, b) ** 2).mean()
     placed = zero.place(model)
     text = jax.jit(zero.value_and_grad(loss)).lower(placed, rows()).compile().as_text()
-    rows_ = [r for r in program.collectives(text) if r.elements == DIM * DIM]
+    rows_ = [r for r in collectives(text).check() if r.elements == DIM * DIM]
     gathers = [r for r in rows_ if r.kind == "all-gather"]
     reduces = [r for r in rows_ if r.kind == "reduce-scatter"]
     assert sum(r.times for r in gathers) == (10 if stage == 3 else 0)

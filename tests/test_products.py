@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import jzero
+from jzero.ledger import collectives
 from jzero.products import gram_roots, has_only_local_ops, with_pinned_matrices
-from jzero.program import collectives, sent_bytes
 from tests import toys
 
 LR = 1e-2
@@ -46,7 +46,7 @@ def compiled_update(zero, tx, tree):
     ]
     grads = jax.tree.unflatten(jax.tree.structure(tree), grads)
     lowered = jax.jit(mine.update).lower(grads, state, zero.abstract(tree))
-    return collectives(lowered.compile().as_text())
+    return collectives(lowered.compile()).check()
 
 
 def large(rows):
@@ -133,7 +133,7 @@ def test_the_gradients_of_layers_cut_between_layers_are_reduce_scattered_there()
     zero = jzero.Zero(jzero.make_mesh(), 1, like=tree, cut_layers=True)
     grad_fn = jax.jit(zero.value_and_grad(loss))
     lowered = grad_fn.lower(zero.abstract(tree), jax.ShapeDtypeStruct((16,), jnp.int32))
-    rows = large(collectives(lowered.compile().as_text()))
+    rows = large(collectives(lowered.compile()).check())
     assert {row.kind for row in rows} == {"reduce-scatter"}
     grads = jax.tree.map(lambda x: x.sharding.spec, grad_fn(zero.place(tree), np.zeros(16, int))[1])
     assert grads["h"]["up"][0] == "data"
@@ -149,7 +149,7 @@ def test_the_report_adds_what_the_compiled_update_sends_besides_the_gather_of_up
     rows = compiled_update(zero, muon(), tree)
     law = sum(leaf.rest_size for leaf in zero.layout().values()) * 4 * 7 / 8 if stage < 3 else 0
     report = zero.report(tree, muon())
-    assert report.update_bytes == pytest.approx(sent_bytes(rows) - law, abs=1)
+    assert report.update_bytes == pytest.approx(rows.sent_bytes - law, abs=1)
     assert (
         report.update_bytes is not None
         and report.update_bytes >= sizes(tree, "up", "down") * 4 * 7 / 8

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jzero
-from jzero import program
+from jzero.ledger import collectives
 from tests import toys
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -192,7 +192,7 @@ def test_frozen_parameters_in_a_branch_or_a_scan_are_gathered_before_it():
     want = np.mean([float(loss(net, part)) for part in np.split(batch, 8)])
     assert float(value) == pytest.approx(want, rel=1e-5)
     text = jax.jit(value_and_grad).lower(placed, batch).compile().as_text()
-    gathers = [r for r in program.collectives(text, more_than=8) if r.kind == "all-gather"]
+    gathers = [r for r in collectives(text, more_than=8).check() if r.kind == "all-gather"]
     assert sum(r.times for r in gathers if r.elements == DIM * DIM) <= 2  # frozen and head, once
     assert not any(r.in_loop for r in gathers)
 

@@ -12,7 +12,6 @@ from jzero.terminal import (
     format_bytes,
     format_count,
     format_duration,
-    peak_flops,
     print_table,
     train_flops_per_token,
 )
@@ -165,37 +164,6 @@ def test_the_table_cuts_no_long_value():
     value = "".join(chr(ord("a") + i % 26) for i in range(300))
     print_table("t", [("name", value)], console)
     assert "".join(written(console).split()) == "tname" + value
-
-
-@pytest.mark.parametrize(
-    ("device_kind", "dtype", "tflops"),
-    [
-        ("Tesla V100-SXM2-16GB", "float32", 15.7),
-        ("Tesla V100-SXM2-16GB", "bfloat16", None),
-        ("Tesla V100-PCIE-32GB", "float16", 112),
-        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
-        ("NVIDIA A100 80GB PCIe", "float32", 156),
-        ("NVIDIA H100 80GB HBM3", "float16", 989.4),
-        ("NVIDIA H100 PCIe", "bfloat16", 756.5),
-        ("NVIDIA H200", "bfloat16", 989.4),
-        ("NVIDIA B200", "bfloat16", 2250),
-        ("NVIDIA GB200", "float32", 1250),
-        ("NVIDIA L4", "bfloat16", 121),
-        ("NVIDIA L40S", "bfloat16", 362.05),
-        ("NVIDIA GeForce RTX 3090", "float16", 71),
-        ("NVIDIA GeForce RTX 4090", "float32", 82.6),
-        ("NVIDIA GeForce RTX 3090 Ti", "float16", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "float16", None),
-        ("NVIDIA H100 NVL", "bfloat16", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16", None),
-        ("NVIDIA L40", "bfloat16", None),
-        ("NVIDIA GH200 480GB", "bfloat16", None),
-        ("NVIDIA H100 80GB HBM3", "float64", None),
-        ("cpu", "float32", None),
-    ],
-)
-def test_the_peak_is_that_of_the_very_chip_and_dtype_or_none(device_kind, dtype, tflops):
-    assert peak_flops(device_kind, dtype) == (None if tflops is None else tflops * 1e12)
 
 
 def test_training_flops_are_six_per_parameter_and_twelve_per_attended_element():

@@ -22,7 +22,7 @@ from flax.training.train_state import TrainState
 from jax.core import Tracer
 
 import jzero
-from jzero.program import collectives, wire
+from jzero.ledger import Ledger, collectives
 from jzero.trees import named_leaves
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -75,8 +75,8 @@ def assert_same_training(losses, params, want):
 
 def sent(text, kind, *, in_loop):
     """Elements of what one collective moves in a step, in or outside of loops."""
-    rows = [row for row in collectives(text) if row.in_loop == in_loop]
-    return round(wire(rows, kind) * NUM_DEVICES / (NUM_DEVICES - 1))
+    rows = tuple(row for row in collectives(text).check() if row.in_loop == in_loop)
+    return round(Ledger(rows).wire(kind) * NUM_DEVICES / (NUM_DEVICES - 1))
 
 
 def assert_law(text, layout, stage, *, is_read_in_loop):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 from models.gpt2 import GPT2, from_huggingface
-from models.layers import attention_kernel, causal_attention, dropout, run_layers, wide_einsum
+from models.layers import dropout, run_layers, wide_einsum
 from models.loss import cross_entropy
 
 FIXTURE = Path(__file__).parents[1] / "data" / "tiny_gpt2"
@@ -564,14 +564,6 @@ def test_dropout_keeps_the_expected_value_and_the_dtype():
     np.testing.assert_allclose((dropped == 0).mean(), 0.25, atol=0.02)
 
 
-def test_attention_with_vanishing_dropout_equals_attention_without():
-    q, k, v = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 7, 2, 8)), "float32")
-    dropped = jax.jit(functools.partial(causal_attention, rate=1e-9))(
-        q, k, v, key=jax.random.key(1)
-    )
-    np.testing.assert_allclose(dropped, causal_attention(q, k, v), rtol=0, atol=CHUNK_TOLERANCE)
-
-
 @pytest.mark.parametrize("seed", [None, 0])
 def test_no_position_sees_a_later_one(seed):
     key = None if seed is None else jax.random.key(seed)
@@ -580,21 +572,6 @@ def test_no_position_sees_a_later_one(seed):
     original = call(model, tokens.at[:, 8].set(1), key)
     np.testing.assert_array_equal(changed[:, :8], original[:, :8])
     assert not np.allclose(changed[:, 8:], original[:, 8:])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "backend", "kernel"),
-    [
-        ("bfloat16", 64, "gpu", "cudnn"),
-        ("float16", 128, "gpu", "cudnn"),
-        ("bfloat16", 64, "cpu", "xla"),
-        ("float32", 64, "gpu", "xla"),
-        ("bfloat16", 60, "gpu", "xla"),
-        ("bfloat16", 136, "gpu", "xla"),
-    ],
-)
-def test_cudnn_attention_only_where_it_can_run(dtype, head_dim, backend, kernel):
-    assert attention_kernel(dtype, head_dim, backend) == kernel
 
 
 def test_wide_einsum_has_the_gradients_of_einsum():

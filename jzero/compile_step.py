@@ -1,0 +1,230 @@
+"""Compiles the training step of a configuration for GPUs that are not here, and measures it.
+
+A compile can kill its process, so `jzero.plan` runs this module in one of its own: a job comes in
+as JSON on standard input, and what was found goes out as JSON on the last line of standard output.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero.collective import Collective, Rates
+from jzero.config import parse_config
+from jzero.gpus import Gpu
+from jzero.ledger import Ledger, collectives
+from jzero.recipe import Setup, make_setup
+from jzero.schema import import_target, own_arguments, parameters
+from jzero.timing import collective_seconds
+from jzero.train import TrainState, make_step
+from jzero.trees import named_leaves
+from jzero.virtual import virtual_mesh
+
+CUDNN, BLOCKED = "cudnn", "blocked"  # of [model] attention, where the model has that argument
+CUDNN_CAPABILITY = (8, 0)
+SCALARS = 64  # elements; losses, norms and flags are no traffic
+
+
+def compile_step(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Compiles one step and reads the program back.
+
+    Args:
+      job: `config`, the tables of a configuration; `gpu`, the fields of a `Gpu`; `num_gpus`.
+
+    Returns:
+      Bytes of one device by class, the program's collectives, estimated seconds, and what the
+      compile took.
+
+    Raises:
+      ValueError: the configuration cannot work on these GPUs.
+    """
+    start = time.process_time()
+    gpu = gpu_of(job["gpu"])
+    config = parse_config(job["config"])
+    sizes = config.mesh
+    mesh = virtual_mesh(
+        gpu, num_gpus=job["num_gpus"], replica=sizes.replica, data=sizes.data, model=sizes.model
+    )
+    attention = choose_attention(job["config"], gpu)
+    if attention:
+        config = parse_config(with_key(job["config"], "model", "attention", attention))
+    setup = make_setup(config, mesh)
+    state, step, others = abstract_step(setup)
+    compiled = step.lower(state, *others).compile()
+    ledger = collectives(compiled, mesh=mesh, rates=rates_of(gpu, setup), more_than=SCALARS)
+    return {
+        "memory": memory_of(setup, state, compiled.memory_analysis()),
+        "sent": sent_of(ledger),
+        "unread": list(ledger.unread),
+        "compute_s": ledger.compute_seconds,
+        "comm_s": ledger.seconds,
+        "exposed_s": ledger.exposed_seconds,
+        "covered": ledger.covered,
+        "attention": attention,
+        "num_params": setup.num_params,
+        "flops": setup.flops_per_token * setup.batch.train_batch_size * config.data.seq_len,
+        "tokens": setup.batch.train_batch_size * config.data.seq_len,
+        "batch": setup.batch._asdict(),
+        "compute_dtype": str(setup.policy.compute_dtype),
+        "cpu_s": time.process_time() - start,
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def gpu_of(fields: Mapping[str, Any]) -> Gpu:
+    """A GPU from the JSON of its fields."""
+    return Gpu(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+
+def with_key(tables: Mapping[str, Any], section: str, key: str, value: Any) -> dict[str, Any]:
+    """The tables of a configuration with one key set, or left out where the value is None."""
+    table = {k: v for k, v in tables.get(section, {}).items() if k != key}
+    return {**tables, section: table if value is None else {**table, key: value}}
+
+
+def choose_attention(tables: Mapping[str, Any], gpu: Gpu) -> str:
+    """Which attention to plan with, where the model has the choice and the user left it open.
+
+    cuDNN's kernel can be traced where its wheel is installed; the blocked loop keeps for backward
+    what that kernel keeps.
+    """
+    config = parse_config(tables)
+    target = import_target(config.model.target)
+    has_choice = "attention" in parameters(target)
+    if not has_choice or own_arguments(config.model).get("attention") != "auto":
+        return ""
+    has_wheel = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+    if not has_wheel or gpu.compute_capability < CUDNN_CAPABILITY:
+        return BLOCKED
+    sizes = own_arguments(config.model)
+    head_dim = sizes.get("embed_dim", 0) // max(sizes.get("num_heads", 1), 1)
+    fits = head_dim % 8 == 0 and 0 < head_dim <= 128
+    return CUDNN if fits and config.precision.policy in ("bfloat16", "float16") else BLOCKED
+
+
+def abstract_step(setup: Setup) -> tuple[TrainState, Any, tuple[Any, Any]]:
+    """The state at rest, the step, and its other arguments, as shapes with shardings."""
+    zero = setup.zero
+    graphdef, params, others = nnx.split(setup.abstract, nnx.Param, ...)
+    whole = NamedSharding(zero.mesh, PartitionSpec())
+    place = functools.partial(jax.tree.map, lambda x: _shape(x.shape, x.dtype, whole))
+    opt_state = zero.abstract(jax.eval_shape(setup.tx.init, params))
+    count = _shape((), jnp.int32, whole)
+    state = TrainState(zero.abstract(params), place(others), opt_state, count)
+    rows = (setup.batch.train_batch_size, setup.config.data.seq_len + 1)
+    split = NamedSharding(zero.mesh, PartitionSpec(setup.data_axes))
+    key = place(jax.eval_shape(lambda: jax.random.key(0)))
+    return state, make_step(setup, graphdef), (_shape(rows, jnp.int32, split), key)
+
+
+def _shape(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def rates_of(gpu: Gpu, setup: Setup) -> Rates:
+    """What the ledger estimates seconds with: this GPU, its node and its network."""
+    mesh: Mesh = setup.zero.mesh
+
+    def link(row: Collective) -> float:
+        stride = stride_of(mesh, row.axes)
+        return collective_seconds(
+            row.kind, row.payload_bytes, row.group_size, gpu, stride=stride
+        )
+
+    peak = gpu.peak_flops(str(setup.policy.compute_dtype))
+    memory = gpu.memory_efficiency * gpu.memory_bytes_per_s
+    return Rates(flops_per_s=gpu.efficiency * peak, memory_bytes_per_s=memory, link=link)
+
+
+def stride_of(mesh: Mesh, axes: tuple[str, ...] | None) -> int:
+    """GPUs from one member of a group to the next: the axes after the last that it goes along."""
+    names = list(mesh.axis_names)
+    last = max((names.index(axis) for axis in axes or ()), default=len(names) - 1)
+    return math.prod(mesh.shape[name] for name in names[last + 1 :])
+
+
+def memory_of(setup: Setup, state: TrainState, memory: Any) -> dict[str, float]:
+    """Bytes of one device: at rest by class, as the program's arguments have them; the rest."""
+    held = {"params": _bytes(state.params)}
+    leaves = named_leaves(state.opt_state)[0]
+    held["master"] = sum(_bytes(x) for name, x in leaves.items() if "master" in name.split("."))
+    held["state"] = sum(map(_bytes, leaves.values())) - held["master"]
+    report = setup.zero.report(setup.abstract)
+    return held | {
+        "arguments": memory.argument_size_in_bytes,
+        "alias": memory.alias_size_in_bytes,
+        "temp": memory.temp_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
+        "grads": report.grads_bytes,
+        "logits": _logits_bytes(setup),
+    }
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes that one device holds of a tree of shapes with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def _logits_bytes(setup: Setup) -> float:
+    """Logits that exist at once in float32, where the model's arguments tell them; else NaN."""
+    sizes = own_arguments(setup.config.model)
+    if "vocab_size" not in sizes:
+        return math.nan
+    seq_len = setup.config.data.seq_len
+    positions = min(sizes.get("loss_chunk") or seq_len, seq_len)
+    return 4.0 * setup.batch.micro_batch * positions * sizes["vocab_size"]
+
+
+def sent_of(ledger: Ledger) -> list[dict[str, Any]]:
+    """What a device sends in a step, by kind, dtype and axes."""
+    groups: dict[tuple[str, str, str], list[Collective]] = defaultdict(list)
+    for row in ledger:
+        axes = "unknown axes" if row.axes is None else " x ".join(row.axes)
+        groups[row.kind, row.dtype, axes].append(row)
+    return [
+        {
+            "kind": kind.replace("-", "_"),
+            "dtype": dtype,
+            "axis": axes,
+            "times": sum(row.times for row in rows),
+            "wire_bytes": sum(row.wire_bytes * row.times for row in rows),
+            "covered": _covered(rows),
+        }
+        for (kind, dtype, axes), rows in groups.items()
+    ]
+
+
+def _covered(rows: list[Collective]) -> float | None:
+    seconds = sum(row.seconds * row.times for row in rows)
+    hidden = sum(row.seconds * row.times * row.covered for row in rows)
+    return hidden / seconds if seconds else None
+
+
+def main() -> int:
+    """Runs the job on standard input."""
+    try:
+        found = compile_step(json.load(sys.stdin))
+    except ValueError as error:  # what the user can mend; anything else keeps its traceback
+        found = {"error": str(error)}
+    print("\n" + json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, "")  # models and user modules live in the current directory
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""The ledger of a compiled program: each collective, what it sends, and what covers its time."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from rich.console import Console
+from rich.table import Table
+
+from jzero import hlo
+from jzero.collective import Collective, Rates
+from jzero.terminal import format_bytes
+from jzero.walk import Walk, walk
+
+_WIDTH = 132
+_FROM_WIDTH = 40
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a program sends in one run, per device. Seconds are estimates, by the rates given.
+
+    Args:
+      rows: its collectives.
+      unread: one line for each that is not among the rows, or not as often as it runs.
+      notes: what makes the seconds less certain.
+      compute_seconds: of all compute.
+    """
+
+    rows: tuple[Collective, ...]
+    unread: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    compute_seconds: float = 0.0
+
+    def __iter__(self) -> Iterator[Collective]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def check(self) -> Ledger:
+        """Returns the ledger itself where all was read.
+
+        Raises:
+          ValueError: a collective is missing, or its number of runs is not known.
+        """
+        if self.unread:
+            raise ValueError("the ledger is not complete: " + "; ".join(self.unread))
+        return self
+
+    def wire(self, kind: str) -> float:
+        """Elements that a device sends for `kind`: elements x times x (g-1)/g, in a single pass.
+
+        >>> Ledger((Collective("all-gather", "f32", 80, 8, times=3),)).wire("all-gather")
+        210.0
+        """
+        return sum(row.elements * row.times * row.share for row in self if row.kind == kind)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends in all."""
+        return sum(row.wire_bytes * row.times for row in self)
+
+    def by_axis(self) -> dict[tuple[str, ...] | None, float]:
+        """Bytes that a device sends, by the mesh axes they travel; None: axes that are not known.
+
+        >>> row = Collective("all-gather", "f32", 80, 8, wire_bytes=280.0, axes=("data",))
+        >>> Ledger((row, row)).by_axis()
+        {('data',): 560.0}
+        """
+        sums: Counter[tuple[str, ...] | None] = Counter()
+        for row in self:
+            sums[row.axes] += row.wire_bytes * row.times  # pyright: ignore[reportArgumentType]
+        return dict(sums)
+
+    @property
+    def seconds(self) -> float:
+        """Of all communication."""
+        return sum(row.seconds * row.times for row in self)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Of communication beside which no compute is scheduled."""
+        return sum(row.seconds * row.times * (1 - row.covered) for row in self)
+
+    @property
+    def covered(self) -> float:
+        """The share, 0 to 1, of communication that compute covers; 1 where there is none."""
+        return 1 - self.exposed_seconds / self.seconds if self.seconds else 1.0
+
+    def __str__(self) -> str:
+        return _rendered(_table(self.rows)) + "\n".join(_totals(self))
+
+
+def collectives(
+    compiled: jax.stages.Compiled | str,
+    *,
+    mesh: Mesh | None = None,
+    rates: Rates | None = None,
+    more_than: int = 0,
+) -> Ledger:
+    """Reads the collectives of a compiled program, of a CPU or of a GPU, present or not.
+
+    What cannot be read is in the ledger's `unread`, and loud when printed; `.check()` raises.
+    XLA:CPU widens 16-bit floats and starts nothing ahead: read dtypes and cover from a GPU program.
+
+    Args:
+      compiled: `jax.jit(f).lower(...).compile()`, or its text.
+      mesh: whose axes to name; by default that of the program's inputs or outputs.
+      rates: to estimate seconds with; by default those of an H100 in a node of eight.
+      more_than: leaves out collectives with no more elements; 64 drops losses and norms.
+
+    Returns:
+      The ledger of one run.
+
+    Raises:
+      ValueError: a text that is no compiled program, or a mesh of another size.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> total = lambda x: jax.lax.psum(x, "data")
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    >>> f = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=P(), out_specs=P()))
+    >>> [row] = collectives(f.lower(jnp.ones(800)).compile())
+    >>> row.kind, row.dtype, row.elements, row.times
+    ('all-reduce', 'f32', 800, 1)
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    program, entry = hlo.parse(text)
+    num_devices = hlo.num_devices(text)
+    sizes = _sizes_of(mesh, num_devices)
+    if mesh is None and not isinstance(compiled, str):
+        sizes = _mesh_sizes(compiled, num_devices)
+    part = walk(Walk(program, num_devices, sizes, rates or Rates()), entry)
+    rows = tuple(row for row in part.rows if row.elements > more_than)
+    return Ledger(rows, part.unread, tuple(dict.fromkeys(part.notes)), part.compute)
+
+
+def _sizes_of(mesh: Mesh | None, num_devices: int) -> Mapping[str, int] | None:
+    if mesh is not None and mesh.size != num_devices:
+        raise ValueError(
+            f"the mesh has {mesh.size} devices, the program runs on {num_devices}; give the mesh "
+            "that it was compiled for."
+        )
+    return None if mesh is None else dict(mesh.shape)
+
+
+def _mesh_sizes(compiled: jax.stages.Compiled, num_devices: int) -> Mapping[str, int] | None:
+    """Of the mesh with the most axes that an input or output is laid out on."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+    fitting = [dict(mesh.shape) for mesh in meshes if mesh.size == num_devices]
+    return max(fitting, key=lambda sizes: sum(n > 1 for n in sizes.values()), default=None)
+
+
+def _table(rows: Sequence[Collective]) -> Table:
+    """Rows that are alike are summed."""
+    groups: dict[tuple[Any, ...], list[Collective]] = {}
+    for row in rows:
+        axes = _named(row.axes) if row.axes is not None else f"? ({row.group_size} devices)"
+        key = (row.kind, row.dtype, axes, row.times, row.is_async)
+        groups.setdefault(key, []).append(row)
+    table = Table(title="collectives, per device; bytes of one time", title_justify="left")
+    for name in ("collective", "dtype", "axes"):
+        table.add_column(name, no_wrap=True)
+    for name in ("count", "payload", "sent", "times", "how", "covered"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("from", overflow="fold")
+    for (kind, dtype, axes, times, is_async), alike in groups.items():
+        alone = Ledger(tuple(alike))
+        table.add_row(
+            *(kind, dtype, axes, str(len(alike))),
+            format_bytes(sum(row.payload_bytes for row in alike)),
+            format_bytes(sum(row.wire_bytes for row in alike)),
+            *(f"x {times}", "async" if is_async else "sync", f"{alone.covered:.0%}"),
+            _origin(alike),
+        )
+    return table
+
+
+def _named(axes: tuple[str, ...] | None) -> str:
+    return "?" if axes is None else "+".join(axes) or "none"
+
+
+def _origin(rows: Sequence[Collective]) -> str:
+    """The parameters, else the ends of the names in the trace; as many as one line holds."""
+    names = [name for row in rows for name in row.parameter.split(", ") if name]
+    names = list(dict.fromkeys(names or [name for row in rows for name in _brief(row.op_name)]))
+    count = len(names)
+    while count > 1 and len(_listed(names, count)) > _FROM_WIDTH:
+        count -= 1
+    return _listed(names, count)
+
+
+def _listed(names: Sequence[str], count: int) -> str:
+    """The first so many names; one that is long by its end."""
+    long = _FROM_WIDTH - len(" and 99 more")
+    shown = [name if len(name) <= long else "…" + name[1 - long :] for name in names[:count]]
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(shown) + more
+
+
+def _brief(op_name: str) -> list[str]:
+    """A name in the trace without what every name has; XLA joins those of what it combines.
+
+    >>> _brief("jit(step)/jit(run)/shard_map/(jvp()/all_gather:while/body/eval_jaxpr/all_gather)")
+    ['jvp()/all_gather', 'all_gather']
+    """
+    noise = r"\(?jit\([^)]*\)|shard_map|while|body|eval_jaxpr|closed_call|checkpoint|"
+    names = []
+    for name in op_name.split(":"):
+        name = "/".join(x for x in name.split("/") if not re.fullmatch(noise, x))
+        name = name[1:] if name.count("(") > name.count(")") else name
+        names.append(name[:-1] if name.count(")") > name.count("(") else name)
+    return [name for name in names if name]
+
+
+def _totals(ledger: Ledger) -> list[str]:
+    by_axis = ledger.by_axis()
+    sent = ", ".join(f"{format_bytes(size)} along {_named(axes)}" for axes, size in by_axis.items())
+    exposed, total = ledger.exposed_seconds, ledger.seconds
+    lines = [
+        f"sent in all: {format_bytes(ledger.sent_bytes)}" + (f" ({sent})" if sent else ""),
+        f"estimated: communication {_ms(total)}, {ledger.covered:.1%} of it covered by compute, "
+        f"{_ms(exposed)} exposed; compute {_ms(ledger.compute_seconds)}",
+    ]
+    if None in by_axis:
+        lines.append("axes ?: not whole axes of a mesh that is known; give mesh=, of the program.")
+    lines += [f"note: {note}" for note in ledger.notes]
+    return lines + [f"COULD NOT BE READ, THE SUMS LACK IT: {line}" for line in ledger.unread]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.{1 if math.isclose(seconds, 0) or seconds > 1e-3 else 4}f} ms"
+
+
+def _rendered(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=_WIDTH, color_system=None).print(table)
+    return out.getvalue()

@@ -1,0 +1,303 @@
+"""Plans a run for GPUs that are not here: compiles its step stage by stage, in child processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jzero.config import Config
+from jzero.gpus import Gpu
+from jzero.plan_figures import COMPILED, FORMULA, GIVEN, Figure, Plan, Sent, StagePlan
+from jzero.terminal import format_count
+from jzero.timing import Estimate
+
+# What a peak leaves out: CUDA's context, NCCL's buffers, fragmentation. None of it is measured.
+RESERVE = 0.06  # share of the memory that is kept free for them
+LARGEST = 4096  # the search for the largest micro batch ends there
+LAST_WORDS = 12  # lines of what a child that died has printed
+ATTENTION_NOTES = {
+    "blocked": "Attention is planned as a loop over blocks that keeps for backward what cuDNN's "
+    "kernel keeps, no T x T scores; cuDNN's own is traced where its wheel is installed.",
+    "cudnn": "Attention is planned with cuDNN's own kernel.",
+    "": "Attention is planned as the model has it: if it keeps T x T scores, they are counted.",
+}
+NOTES = (
+    f"Capacity is the GPU's memory less {RESERVE:.0%} for CUDA, NCCL and fragmentation, which a "
+    "compiled peak does not know.",
+    "Gradients and logits are temporaries of the step, counted there and nowhere else.",
+    "Times are estimates: alpha-beta per collective, overlap as the compiled schedule has it; "
+    "`jzero plan --check` shows how far such estimates are off.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Args:
+      config: of the run.
+      gpu: the GPU and its node.
+      num_gpus: of the run.
+      stages: in the order of the columns.
+      finds_largest: whether the largest micro batch is looked for, which takes some compiles more.
+      num_tokens: for the hours; None leaves them out.
+      capacity_bytes: of a GPU; None: its memory less RESERVE.
+      num_jobs: compiles at the same time.
+    """
+
+    config: Config
+    gpu: Gpu
+    num_gpus: int
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    finds_largest: bool = True
+    num_tokens: float | None = None
+    capacity_bytes: float | None = None
+    num_jobs: int = 2
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a GPU that a step may take."""
+        usable = self.gpu.memory_bytes * (1 - RESERVE)
+        return usable if self.capacity_bytes is None else self.capacity_bytes
+
+
+class CompileError(Exception):
+    """A compile that failed, with the last words of its process."""
+
+
+def make_plan(request: Request, say: Callable[[str], None] = lambda _: None) -> Plan:
+    """Compiles the step for each stage and reads bytes, collectives and peak from the programs.
+
+    A compile that fails or kills its process is named in its column; the others go on.
+
+    Args:
+      request: what is to be planned.
+      say: is told of each compile that is done.
+
+    Raises:
+      ValueError: the configuration cannot work on these GPUs at any stage.
+    """
+    with ThreadPoolExecutor(request.num_jobs) as pool:
+        results = list(pool.map(lambda stage: _plan_stage(request, stage, say), request.stages))
+    found = [measured for measured, _ in results if measured is not None]
+    refused = [plan.failure for _, plan in results if plan.failure]
+    if not found and all(text.startswith("ValueError: ") for text in refused):
+        raise ValueError(refused[0].removeprefix("ValueError: "))
+    return Plan(
+        title=_title(request, found[0] if found else None),
+        notes=(*_attention_notes(found), *NOTES),
+        stages=tuple(plan for _, plan in results),
+        facts=_facts(request, found[0] if found else {}),
+    )
+
+
+def _plan_stage(request: Request, stage: int, say: Callable[[str], None]) -> tuple[Any, StagePlan]:
+    tables = _with_stage(config_tables(request.config), stage)
+    known: dict[int, dict[str, Any]] = {}
+
+    def measure(micro_batch: int | None) -> dict[str, Any]:
+        if micro_batch in known:
+            return known[micro_batch]
+        given = tables if micro_batch is None else _with_micro_batch(tables, micro_batch)
+        found = run_child({"config": given, **_cluster(request)})
+        size = found["batch"]["micro_batch"]
+        peak = found["memory"]["peak"] / 2**30
+        say(f"stage {stage}, micro batch {size}: peak {peak:.1f} GiB, {found['cpu_s']:.0f} s CPU")
+        return known.setdefault(size, found)
+
+    try:
+        first = measure(None)
+    except CompileError as error:
+        say(f"stage {stage}: the compile failed")
+        return None, StagePlan(stage, {}, failure=str(error))
+    figures = figures_of(request, first)
+    failure = ""
+    if request.finds_largest:
+        try:
+            largest = largest_micro_batch(
+                lambda size: measure(size)["memory"]["peak"],
+                request.capacity,
+                start=first["batch"]["micro_batch"],
+            )
+            figures["max_micro_batch"] = Figure(largest, COMPILED)
+        except CompileError as error:
+            failure = f"the search for the largest micro batch ended early: {error}"
+            say(f"stage {stage}: {failure.splitlines()[0]}")
+    sent = tuple(Sent(**row) for row in first["sent"])
+    return first, StagePlan(stage, figures, sent, notes=failure) if failure else StagePlan(
+        stage, figures, sent
+    )
+
+
+def largest_micro_batch(
+    peak_of: Callable[[int], float], capacity: float, *, start: int = 1, limit: int = LARGEST
+) -> int:
+    """Bisects for the largest micro batch whose peak fits, on peaks alone.
+
+    The next size to try is where a line through the bracket meets the capacity, so that a few
+    compiles do; the last two are always the answer, which fits, and the next size, which does not.
+
+    Args:
+      peak_of: micro batch to peak, in bytes.
+      capacity: in bytes.
+      start: the size to begin with.
+      limit: the largest size to try.
+
+    Returns:
+      The micro batch; 0 where not even one row fits, `limit` where all fit.
+
+    >>> largest_micro_batch(lambda size: 100 + 7 * size, 200)
+    14
+    """
+    peaks: dict[int, float] = {}
+
+    def fits(size: int) -> bool:
+        peaks.setdefault(size, peak_of(size))
+        return peaks[size] <= capacity
+
+    size = min(max(start, 1), limit)
+    low, high = (size, limit + 1) if fits(size) else (0, size)
+    while high - low > 1:
+        low_size, high_size = max(low, 1), high
+        guess = _crossing(peaks, capacity)
+        if guess is None:
+            guess = 2 * low if low else 1
+        size = min(max(guess, low + 1), high - 1)
+        if fits(size):
+            low = size
+        else:
+            high = size
+        del low_size, high_size
+    return low
+
+
+def _crossing(peaks: Mapping[int, float], capacity: float) -> int | None:
+    """The largest size that fits by a line through the two nearest known peaks."""
+    if len(peaks) < 2:
+        return None
+    (a, peak_a), (b, peak_b) = sorted(peaks.items(), key=lambda item: abs(item[1] - capacity))[:2]
+    slope = (peak_b - peak_a) / (b - a)
+    return math.floor(a + (capacity - peak_a) / slope) if slope > 0 else None
+
+
+def run_child(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs `jzero.compile_step` on a job in a process of its own.
+
+    Raises:
+      CompileError: the job was refused, or the process failed; with its last words.
+    """
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "jzero.compile_step"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        found = json.loads(lines[-1])
+        if "error" in found:
+            raise CompileError(f"ValueError: {found['error']}")
+        return found
+    words = "\n".join(done.stderr.strip().splitlines()[-LAST_WORDS:])
+    how = f"exit status {done.returncode}"
+    if done.returncode < 0:
+        how = f"signal {-done.returncode} ({signal.Signals(-done.returncode).name})"
+    raise CompileError(f"the compile ended with {how}; its last words:\n{words}")
+
+
+def config_tables(config: Config) -> dict[str, dict[str, Any]]:
+    """A configuration as the tables it can be made from again."""
+    tables = dataclasses.asdict(config)
+    return {
+        section: {key: value for key, value in table.items() if value is not None}
+        for section, table in tables.items()
+    }
+
+
+def _with_stage(tables: dict[str, dict[str, Any]], stage: int) -> dict[str, dict[str, Any]]:
+    """The same at another stage, without what is for one stage alone."""
+    zero = dict(tables["zero"], stage=stage)
+    if stage != 3:
+        zero.pop("keep_gathered", None)
+    if stage != 1:
+        zero.pop("cut_layers", None)
+    return tables | {"zero": zero}
+
+
+def _with_micro_batch(
+    tables: dict[str, dict[str, Any]], micro_batch: int
+) -> dict[str, dict[str, Any]]:
+    """The same with so many rows a device; the batch of a step follows."""
+    train = {k: v for k, v in tables["train"].items() if k != "train_batch_size"}
+    return tables | {"train": dict(train, micro_batch=micro_batch)}
+
+
+def _cluster(request: Request) -> dict[str, Any]:
+    return {"gpu": dataclasses.asdict(request.gpu), "num_gpus": request.num_gpus}
+
+
+def figures_of(request: Request, found: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figures of one stage, of what its compile found."""
+    memory, tokens = found["memory"], found["tokens"]
+    estimate = Estimate(found["compute_s"], found["comm_s"], found["exposed_s"])
+    peak_flops = request.gpu.peak_flops(found["compute_dtype"])
+    compiled = {
+        "params_bytes": memory["params"],
+        "master_bytes": memory["master"],
+        "state_bytes": memory["state"],
+        "temp_bytes": memory["temp"],
+        "peak_bytes": memory["peak"],
+    }
+    by_formula = {
+        "grads_bytes": memory["grads"],
+        "logits_bytes": memory["logits"],
+        "flops": found["flops"],
+        "compute_s": estimate.compute_s,
+        "comm_s": estimate.comm_s,
+        "exposed_s": estimate.exposed_s,
+        "covered": found["covered"],
+        "step_s": estimate.step_s,
+        "tokens_per_s": estimate.tokens_per_s(tokens),
+        "mfu": estimate.mfu(found["flops"], request.num_gpus, peak_flops),
+    }
+    if request.num_tokens is not None:
+        by_formula["hours"] = estimate.hours(request.num_tokens, tokens)
+    given = {"capacity_bytes": request.capacity, "micro_batch": found["batch"]["micro_batch"]}
+    sources = ((compiled, COMPILED), (by_formula, FORMULA), (given, GIVEN))
+    return {k: Figure(v, source) for figures, source in sources for k, v in figures.items()}
+
+
+def _title(request: Request, found: Mapping[str, Any] | None) -> str:
+    model = request.config.model.target.rsplit(":", 1)[-1]
+    size = f", {format_count(found['num_params'])} parameters," if found else ""
+    return f"{model}{size} on {request.num_gpus} x {request.gpu.name}"
+
+
+def _attention_notes(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [ATTENTION_NOTES[kind] for kind in sorted({result["attention"] for result in found})]
+
+
+def _facts(request: Request, found: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("num_params", "tokens", "flops", "attention", "compute_dtype")
+    return {
+        "model": request.config.model.target,
+        "gpu": request.gpu.name,
+        "num_gpus": request.num_gpus,
+        "seq_len": request.config.data.seq_len,
+        "jax": jax.__version__,
+        **found.get("batch", {}),
+        **{key: found[key] for key in keys if key in found},
+    }
