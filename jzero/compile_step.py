@@ -140,9 +140,7 @@ def rates_of(gpu: Gpu, setup: Setup) -> Rates:
 
     def link(row: Collective) -> float:
         stride = stride_of(mesh, row.axes)
-        return collective_seconds(
-            row.kind, row.payload_bytes, row.group_size, gpu, stride=stride
-        )
+        return collective_seconds(row.kind, row.payload_bytes, row.group_size, gpu, stride=stride)
 
     peak = gpu.peak_flops(str(setup.policy.compute_dtype))
     memory = gpu.memory_efficiency * gpu.memory_bytes_per_s

@@ -138,7 +138,7 @@ def collectives(
     num_devices = hlo.num_devices(text)
     sizes = _sizes_of(mesh, num_devices)
     if mesh is None and not isinstance(compiled, str):
-        sizes = _mesh_sizes(compiled, num_devices)
+        sizes = _mesh_sizes(compiled)
     part = walk(Walk(program, num_devices, sizes, rates or Rates()), entry)
     rows = tuple(row for row in part.rows if row.elements > more_than)
     return Ledger(rows, part.unread, tuple(dict.fromkeys(part.notes)), part.compute)
@@ -153,12 +153,11 @@ def _sizes_of(mesh: Mesh | None, num_devices: int) -> Mapping[str, int] | None:
     return None if mesh is None else dict(mesh.shape)
 
 
-def _mesh_sizes(compiled: jax.stages.Compiled, num_devices: int) -> Mapping[str, int] | None:
+def _mesh_sizes(compiled: jax.stages.Compiled) -> Mapping[str, int] | None:
     """Of the mesh with the most axes that an input or output is laid out on."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
-    fitting = [dict(mesh.shape) for mesh in meshes if mesh.size == num_devices]
-    return max(fitting, key=lambda sizes: sum(n > 1 for n in sizes.values()), default=None)
+    meshes = [dict(x.mesh.shape) for x in shardings if isinstance(x, NamedSharding)]
+    return max(meshes, key=lambda sizes: sum(n > 1 for n in sizes.values()), default=None)
 
 
 def _table(rows: Sequence[Collective]) -> Table:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,6 +23,7 @@ from jzero.timing import Estimate
 
 # What a peak leaves out: CUDA's context, NCCL's buffers, fragmentation. None of it is measured.
 RESERVE = 0.06  # share of the memory that is kept free for them
+REFUSED = "ValueError: "  # before what a child says of a configuration that cannot work
 LARGEST = 4096  # the search for the largest micro batch ends there
 LAST_WORDS = 12  # lines of what a child that died has printed
 ATTENTION_NOTES = {
@@ -89,54 +90,59 @@ def make_plan(request: Request, say: Callable[[str], None] = lambda _: None) -> 
     """
     with ThreadPoolExecutor(request.num_jobs) as pool:
         results = list(pool.map(lambda stage: _plan_stage(request, stage, say), request.stages))
-    found = [measured for measured, _ in results if measured is not None]
-    refused = [plan.failure for _, plan in results if plan.failure]
-    if not found and all(text.startswith("ValueError: ") for text in refused):
-        raise ValueError(refused[0].removeprefix("ValueError: "))
+    plans = tuple(result.plan for result in results)
+    found = [result.found for result in results if result.found]
+    if not found and all(plan.failure.startswith(REFUSED) for plan in plans):
+        raise ValueError(plans[0].failure.removeprefix(REFUSED))
+    notes = [note for result in results for note in result.notes]
     return Plan(
-        title=_title(request, found[0] if found else None),
-        notes=(*_attention_notes(found), *NOTES),
-        stages=tuple(plan for _, plan in results),
+        title=_title(request, found[0] if found else {}),
+        notes=(*notes, *_attention_notes(found), *NOTES),
+        stages=plans,
         facts=_facts(request, found[0] if found else {}),
     )
 
 
-def _plan_stage(request: Request, stage: int, say: Callable[[str], None]) -> tuple[Any, StagePlan]:
+class _Result(NamedTuple):
+    """A stage's column, what its first compile found, and notes on it."""
+
+    plan: StagePlan
+    found: dict[str, Any]
+    notes: list[str]
+
+
+def _plan_stage(request: Request, stage: int, say: Callable[[str], None]) -> _Result:
     tables = _with_stage(config_tables(request.config), stage)
     known: dict[int, dict[str, Any]] = {}
 
-    def measure(micro_batch: int | None) -> dict[str, Any]:
-        if micro_batch in known:
-            return known[micro_batch]
-        given = tables if micro_batch is None else _with_micro_batch(tables, micro_batch)
+    def measure(given: dict[str, dict[str, Any]]) -> dict[str, Any]:
         found = run_child({"config": given, **_cluster(request)})
-        size = found["batch"]["micro_batch"]
-        peak = found["memory"]["peak"] / 2**30
-        say(f"stage {stage}, micro batch {size}: peak {peak:.1f} GiB, {found['cpu_s']:.0f} s CPU")
-        return known.setdefault(size, found)
+        size, peak = found["batch"]["micro_batch"], found["memory"]["peak"]
+        took = f"{found['cpu_s']:.0f} s of CPU, {found['host_bytes'] / 2**30:.1f} GiB"
+        say(f"stage {stage}, micro batch {size}: peak {peak / 2**30:.1f} GiB (compiled in {took})")
+        known[size] = found
+        return found
+
+    def peak_of(size: int) -> float:
+        found = known.get(size) or measure(_with_micro_batch(tables, size))
+        return found["memory"]["peak"]
 
     try:
-        first = measure(None)
+        first = measure(tables)
     except CompileError as error:
         say(f"stage {stage}: the compile failed")
-        return None, StagePlan(stage, {}, failure=str(error))
-    figures = figures_of(request, first)
-    failure = ""
+        return _Result(StagePlan(stage, {}, failure=str(error)), {}, [])
+    figures, notes = figures_of(request, first), [f"Not counted: {x}" for x in first["unread"]]
     if request.finds_largest:
+        start = first["batch"]["micro_batch"]
         try:
-            largest = largest_micro_batch(
-                lambda size: measure(size)["memory"]["peak"],
-                request.capacity,
-                start=first["batch"]["micro_batch"],
-            )
+            largest = largest_micro_batch(peak_of, request.capacity, start=start)
             figures["max_micro_batch"] = Figure(largest, COMPILED)
         except CompileError as error:
-            failure = f"the search for the largest micro batch ended early: {error}"
-            say(f"stage {stage}: {failure.splitlines()[0]}")
+            notes.append(f"Stage {stage}: the search for the largest micro batch ended: {error}")
+            say(notes[-1].splitlines()[0])
     sent = tuple(Sent(**row) for row in first["sent"])
-    return first, StagePlan(stage, figures, sent, notes=failure) if failure else StagePlan(
-        stage, figures, sent
-    )
+    return _Result(StagePlan(stage, figures, sent), first, notes)
 
 
 def largest_micro_batch(
@@ -168,16 +174,9 @@ def largest_micro_batch(
     size = min(max(start, 1), limit)
     low, high = (size, limit + 1) if fits(size) else (0, size)
     while high - low > 1:
-        low_size, high_size = max(low, 1), high
         guess = _crossing(peaks, capacity)
-        if guess is None:
-            guess = 2 * low if low else 1
-        size = min(max(guess, low + 1), high - 1)
-        if fits(size):
-            low = size
-        else:
-            high = size
-        del low_size, high_size
+        size = min(max((2 * low or 1) if guess is None else guess, low + 1), high - 1)
+        low, high = (size, high) if fits(size) else (low, size)
     return low
 
 
@@ -209,7 +208,7 @@ def run_child(job: Mapping[str, Any]) -> dict[str, Any]:
     if done.returncode == 0 and lines:
         found = json.loads(lines[-1])
         if "error" in found:
-            raise CompileError(f"ValueError: {found['error']}")
+            raise CompileError(REFUSED + found["error"])
         return found
     words = "\n".join(done.stderr.strip().splitlines()[-LAST_WORDS:])
     how = f"exit status {done.returncode}"
@@ -280,7 +279,7 @@ def figures_of(request: Request, found: Mapping[str, Any]) -> dict[str, Figure]:
     return {k: Figure(v, source) for figures, source in sources for k, v in figures.items()}
 
 
-def _title(request: Request, found: Mapping[str, Any] | None) -> str:
+def _title(request: Request, found: Mapping[str, Any]) -> str:
     model = request.config.model.target.rsplit(":", 1)[-1]
     size = f", {format_count(found['num_params'])} parameters," if found else ""
     return f"{model}{size} on {request.num_gpus} x {request.gpu.name}"

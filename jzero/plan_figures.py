@@ -49,6 +49,7 @@ FIGURES = (
     Row("margin_bytes", "fits", "fits", STEP),
     Row("micro_batch", "micro batch", "count", STEP),
     Row("max_micro_batch", "largest that fits", "count", STEP),
+    Row("largest_params", "largest model that fits", "rate", STEP),
     Row("wire_bytes", "all of it", "bytes", WIRE),
     Row("flops", "model FLOPs, all devices", "flops", TIME),
     Row("compute_s", "compute", "seconds", TIME),

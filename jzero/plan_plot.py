@@ -141,7 +141,7 @@ def _stack(axes: Any, table: dict[str, list[float]], colors: dict[str, str]) -> 
     for name, values in table.items():
         if any(values):
             heights = [value / GIB for value in values]
-            style = {"color": colors[name], "edgecolor": "white", "linewidth": 0.6, "zorder": 2}
+            style = {"color": colors[name], "zorder": 2}
             starts = [bottom / GIB for bottom in bottoms]
             axes.bar(range(len(values)), heights, BAR_WIDTH, bottom=starts, label=name, **style)
         bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]

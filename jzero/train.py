@@ -22,6 +22,7 @@ from jzero.config import Config, TrainConfig
 from jzero.data import Batches, Corpus, open_corpus, prefetch
 from jzero.layout import is_floating
 from jzero.metrics import METRICS_FILE, plot_loss
+from jzero.options import compiler_options
 from jzero.outputs import split_loss
 from jzero.recipe import Setup, check_rows, make_setup, trace_loss
 from jzero.runlog import Log, Tracer, open_log, start_rows
@@ -106,8 +107,9 @@ def make_step(setup: Setup, graphdef: Any) -> Callable[..., tuple[TrainState, di
     """
     value_and_grad = setup.value_and_grad()
     is_scaled = setup.policy.loss_scale not in (None, 1.0)
+    options = compiler_options(setup.zero.mesh) or None
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
     def step(
         state: TrainState, tokens: jax.Array, key: jax.Array
     ) -> tuple[TrainState, dict[str, Any]]:

@@ -93,10 +93,11 @@ def test_asynchronous_wrappers_are_followed_through_updates():
             f"%u = ((s8[4]{{0}}), s8[8]{{0}}) {opcode}-update(%a), calls=%inner",
             kernel("l", 2),
             f"%d = s8[8]{{0}} {opcode}-done(%u), calls=%inner",
+            kernel("m", 9),
             computations=inner,
         )
         assert [(row.is_async, row.covered) for row in ledger] == [(True, 0.75)], opcode
-        assert ledger.compute_seconds == 3
+        assert ledger.compute_seconds == 12
 
 
 def test_a_wrapper_around_a_blocking_collective_blocks():
@@ -111,7 +112,7 @@ def test_a_wrapper_around_a_blocking_collective_blocks():
 
 
 def test_a_fusion_around_a_collective_is_one_and_no_compute():
-    inner = computation("inner", f"ROOT %g = s8[8]{{0}} all-gather(%x), {GROUPS}")
+    inner = computation("inner", kernel("k", 1), f"ROOT %g = s8[8]{{0}} all-gather(%x), {GROUPS}")
     ledger = read("%a = s8[8]{0} fusion(%x), kind=kCustom, calls=%inner", computations=inner)
     assert [row.kind for row in ledger] == ["all-gather"] and ledger.compute_seconds == 0
 
@@ -134,6 +135,15 @@ def test_what_covers_a_collective_in_the_loop_covers_none_around_it():
     ledger = read(start("a"), LOOP, done("a"), computations=TEST + body)
     assert [(row.times, row.covered) for row in ledger] == [(1, 0.75), (3, 1.0)]
     assert ledger.seconds == 16 and ledger.exposed_seconds == 1
+
+
+def test_compute_that_is_started_apart_with_a_collective_covers_none_around_it():
+    call = computation("apart", f"%g = s8[8]{{0}} all-gather(%x), {GROUPS}", kernel("k", 5))
+    begin = "%c = ((s8[4]{0}), s8[8]{0}) call-start(%x), calls=%apart"
+    body = computation("body", begin, "ROOT %d = s8[8]{0} call-done(%c)")
+    ledger = read(start("a"), LOOP, done("a"), computations=call + TEST + body)
+    assert [(row.times, row.covered) for row in ledger] == [(1, 0.0), (3, 0.0)]
+    assert ledger.compute_seconds == 15
 
 
 def test_a_conditional_covers_with_no_more_than_its_shortest_branch():
@@ -171,8 +181,12 @@ def test_an_update_in_place_writes_only_what_it_updates():
     args = "%a = s8[5000]{0} parameter(1)", "%b = s8[50]{0} parameter(2)"
     update = "%u = s8[5000]{0} dynamic-update-slice(%a, %b, %x)"
     assert seconds_of(*args, update) == 1
-    pair = ("ROOT %t = (s8[5000]{0}, s8[50]{0}) tuple(%v, %n)", "%n = s8[50]{0} negate(%b)")
-    fused = computation("fused", *args, update, "%v = s8[5000]{0} bitcast(%u)", *pair[::-1])
+    result = (
+        "%v = s8[5000]{0} bitcast(%u)",
+        "%n = s8[50]{0} negate(%b)",
+        "ROOT %t = (s8[5000]{0}, s8[50]{0}, s8[5000]{0}) tuple(%v, %n, %a)",
+    )
+    fused = computation("fused", *args, update, *result)
     fusion = "%f = (s8[5000]{0}, s8[50]{0}) fusion(%x, %a, %b), kind=kLoop, calls=%fused"
     assert seconds_of(*args, fusion, computations=fused) == 2
     apart = fusion.replace("fusion(", "fusion-start(")

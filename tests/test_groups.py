@@ -23,8 +23,8 @@ FORMS = [
         ((0, 2, 4, 6), (1, 3, 5, 7)),
     ),
     (
-        "replica_groups=mesh['a'=2,'b'=4], device_ids=(7,6,5,4,3,2,1,0) {'b'}",
-        ((7, 6, 5, 4), (3, 2, 1, 0)),
+        "replica_groups=mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'b'}",
+        ((0, 2, 4, 6), (1, 3, 5, 7)),
     ),
     ("replica_groups=mesh['a'=8] {'a':(2)4}", ((0, 1, 2, 3), (4, 5, 6, 7))),
     ("replica_groups=mesh['a'=8] {'a':(1)2}", PAIRS_OF_EIGHT),

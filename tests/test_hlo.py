@@ -19,6 +19,7 @@ ENTRY %main (x: f32[4,2]) -> (f32[], f32[4,2]) {
 called_computations={%inner}, metadata={op_name="jit(f)/a b (c)" source_line=3}, backend_config={}
   %g = f32[] get-tuple-element(%f.1), index=0
   ROOT %t = (f32[], f32[4,2]{1,0}) tuple(%g, %x)
+  %late = f32[] copy(%g)
 }
 """
 
@@ -27,7 +28,9 @@ def test_instructions_come_in_the_order_of_the_schedule_with_operands_and_root()
     program, entry = hlo.parse(TEXT)
     assert (entry, list(program)) == ("main", ["inner", "main"])
     ops = hlo.instructions(program["main"])
-    assert [op.opcode for op in ops] == ["parameter", "custom-call", "get-tuple-element", "tuple"]
+    assert [op.opcode for op in ops] == [
+        "parameter", "custom-call", "get-tuple-element", "tuple", "copy",
+    ]  # fmt: skip
     assert ops[1].operands == ["x", "x"] and ops[1].op_name == "jit(f)/a b (c)"
     assert hlo.callees(program, ops[1]) == ["inner"]
     assert hlo.root(program["main"]) == ops[3] and hlo.root(program["inner"]).name == "c"

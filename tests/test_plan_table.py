@@ -84,6 +84,14 @@ def test_each_row_holds_the_figure_of_each_stage():
     assert line(text, "all of it") == ["5.1 GiB", "5.1 GiB", "5.1 GiB", "7.5 GiB"]
 
 
+def test_what_fits_is_said_in_two_lines_where_four_stages_stand_side_by_side():
+    text = render(gpt2_plan())
+    fits = ["fits, 51.7 GiB", "fits, 68.9 GiB", "fits, 71.7 GiB", "fits, 74.6 GiB"]
+    assert line(text, "fits") == fits
+    formula = line(render(trillion_plan()), "fits")
+    assert formula[0] == "no, ~14869.5 GiB" and formula[3] == "fits, ~17.1 GiB"
+
+
 def test_figures_by_formula_are_marked_one_by_one_and_the_legend_says_so():
     plan = gpt2_plan(8)
     mixed = dataclasses.replace(plan.stages[1], figures={"params_bytes": Figure(GIB, FORMULA)})
