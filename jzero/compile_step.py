@@ -64,12 +64,14 @@ def compile_step(job: Mapping[str, Any]) -> dict[str, Any]:
     setup = make_setup(config, mesh)
     state, step, others = abstract_step(setup)
     compiled = step.lower(state, *others).compile()
-    ledger = collectives(compiled, mesh=mesh, rates=rates_of(gpu, setup), more_than=SCALARS)
+    rates = rates_of(gpu, setup)
+    ledger = collectives(compiled, mesh=mesh, rates=rates, more_than=SCALARS)
     return {
         "memory": memory_of(setup, state, compiled.memory_analysis()),
         "sent": sent_of(ledger),
         "unread": list(ledger.unread),
-        "compute_s": ledger.compute_seconds,
+        "compute_s": ledger.flops / rates.flops_per_s,
+        "notes": list(ledger.notes),
         "comm_s": ledger.seconds,
         "exposed_s": ledger.exposed_seconds,
         "covered": ledger.covered,
@@ -86,7 +88,8 @@ def compile_step(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def gpu_of(fields: Mapping[str, Any]) -> Gpu:
     """A GPU from the JSON of its fields."""
-    return Gpu(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    given: dict[str, Any] = dict(fields)
+    return Gpu(**given | {"compute_capability": tuple(given["compute_capability"])})
 
 
 def with_key(tables: Mapping[str, Any], section: str, key: str, value: Any) -> dict[str, Any]:
@@ -122,7 +125,7 @@ def abstract_step(setup: Setup) -> tuple[TrainState, Any, tuple[Any, Any]]:
     whole = NamedSharding(zero.mesh, PartitionSpec())
     place = functools.partial(jax.tree.map, lambda x: _shape(x.shape, x.dtype, whole))
     opt_state = zero.abstract(jax.eval_shape(setup.tx.init, params))
-    count = _shape((), jnp.int32, whole)
+    count: Any = _shape((), jnp.int32, whole)
     state = TrainState(zero.abstract(params), place(others), opt_state, count)
     rows = (setup.batch.train_batch_size, setup.config.data.seq_len + 1)
     split = NamedSharding(zero.mesh, PartitionSpec(setup.data_axes))
@@ -156,7 +159,7 @@ def stride_of(mesh: Mesh, axes: tuple[str, ...] | None) -> int:
 
 def memory_of(setup: Setup, state: TrainState, memory: Any) -> dict[str, float]:
     """Bytes of one device: at rest by class, as the program's arguments have them; the rest."""
-    held = {"params": _bytes(state.params)}
+    held: dict[str, float] = {"params": _bytes(state.params)}
     leaves = named_leaves(state.opt_state)[0]
     held["master"] = sum(_bytes(x) for name, x in leaves.items() if "master" in name.split("."))
     held["state"] = sum(map(_bytes, leaves.values())) - held["master"]

@@ -26,18 +26,6 @@ class ClassBytes(NamedTuple):
         return self.params + self.grads + self.optimizer
 
 
-class WirePasses(NamedTuple):
-    """What a device sends in a step, in units of Psi (N-1)/N elements."""
-
-    grads: float  # reduced, in the dtype that gradients travel in
-    params: float  # gathered, in the parameters' dtype
-
-    @property
-    def total(self) -> float:
-        """Both together."""
-        return self.grads + self.params
-
-
 def state_bytes(
     num_params: float,
     *,
@@ -120,79 +108,6 @@ def largest_model(
             "give the bytes of at least one, such as param_bytes=2."
         )
     return memory_bytes * model_parallel / total
-
-
-def wire_passes(stage: int, num_microbatches: int = 1) -> WirePasses:
-    """Count how often all parameters' worth of elements crosses the wire in a step.
-
-    Stage 3 gathers each weight for the forward and again for the backward of each microbatch, an
-    upper bound: a weight outside the layers (embeddings, final norm) is gathered once.
-
-    Args:
-        stage: 0 to 3.
-        num_microbatches: G, >= 1.
-
-    Returns:
-        Passes; their total is 2, 2, G + 1 and 3 G at stages 0 to 3.
-
-    Raises:
-        ValueError: an argument is out of its range.
-
-    Source: section 7, for G = 1. For G > 1: stage 0 and 1 sum locally and reduce once a step, 2
-    and 3 reduce each microbatch.
-
-    >>> [wire_passes(stage, 4).total for stage in range(4)]
-    [2, 2, 5, 12]
-    """
-    _check_stage(stage)
-    _check_count("num_microbatches", num_microbatches, "microbatches of a step")
-    cut = STAGES[stage]
-    if not cut.state:
-        return WirePasses(2, 0)  # an all-reduce sends what a reduce-scatter and a gather do
-    grads = num_microbatches if cut.grads else 1
-    return WirePasses(grads, 2 * num_microbatches if cut.params else 1)
-
-
-def wire_bytes(
-    num_params: float,
-    *,
-    num_shards: int,
-    stage: int,
-    num_microbatches: int = 1,
-    param_bytes: float = 2,
-    grad_bytes: float = 2,
-    model_parallel: int = 1,
-) -> float:
-    """Count the bytes that a device sends in a step for parameters and gradients.
-
-    Args:
-        num_params: Psi, > 0.
-        num_shards: N, >= 1.
-        stage: 0 to 3; at 3 it is an upper bound, see `wire_passes`.
-        num_microbatches: G, >= 1.
-        param_bytes: per parameter, >= 0.
-        grad_bytes: per parameter as it travels, >= 0.
-        model_parallel: devices, >= 1, that each copy of the model is evenly split over; their own
-            traffic is not counted.
-
-    Returns:
-        Bytes per device and step.
-
-    Raises:
-        ValueError: an argument is out of its range.
-
-    Source: section 7.
-
-    >>> wire_bytes(1e9, num_shards=8, stage=3)
-    5250000000.0
-    """
-    _check_positive("num_params", num_params, "parameters, such as 7.5e9")
-    _check_count("num_shards", num_shards, "data-parallel devices")
-    _check_count("model_parallel", model_parallel, "devices that hold one copy of the model")
-    _check_sizes(param_bytes=param_bytes, grad_bytes=grad_bytes)
-    passes = wire_passes(stage, num_microbatches)
-    per_param = passes.grads * grad_bytes + passes.params * param_bytes
-    return per_param * num_params * (num_shards - 1) / num_shards / model_parallel
 
 
 def _bytes_per_param(

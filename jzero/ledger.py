@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections import Counter
@@ -12,15 +11,13 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
-from rich.console import Console
 from rich.table import Table
 
 from jzero import hlo
 from jzero.collective import Collective, Rates
-from jzero.terminal import format_bytes
+from jzero.terminal import format_bytes, format_table
 from jzero.walk import Walk, walk
 
-_WIDTH = 132
 _FROM_WIDTH = 40
 
 
@@ -33,12 +30,14 @@ class Ledger:
       unread: one line for each that is not among the rows, or not as often as it runs.
       notes: what makes the seconds less certain.
       compute_seconds: of all compute.
+      flops: of matrix products, as they are scheduled: what remat computes again, too.
     """
 
     rows: tuple[Collective, ...]
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     compute_seconds: float = 0.0
+    flops: float = 0.0
 
     def __iter__(self) -> Iterator[Collective]:
         return iter(self.rows)
@@ -97,7 +96,7 @@ class Ledger:
         return 1 - self.exposed_seconds / self.seconds if self.seconds else 1.0
 
     def __str__(self) -> str:
-        return _rendered(_table(self.rows)) + "\n".join(_totals(self))
+        return format_table(_table(self.rows)) + "\n".join(_totals(self))
 
 
 def collectives(
@@ -141,7 +140,7 @@ def collectives(
         sizes = _mesh_sizes(compiled)
     part = walk(Walk(program, num_devices, sizes, rates or Rates()), entry)
     rows = tuple(row for row in part.rows if row.elements > more_than)
-    return Ledger(rows, part.unread, tuple(dict.fromkeys(part.notes)), part.compute)
+    return Ledger(rows, part.unread, tuple(dict.fromkeys(part.notes)), part.compute, part.flops)
 
 
 def _sizes_of(mesh: Mesh | None, num_devices: int) -> Mapping[str, int] | None:
@@ -239,9 +238,3 @@ def _totals(ledger: Ledger) -> list[str]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.{1 if math.isclose(seconds, 0) or seconds > 1e-3 else 4}f} ms"
-
-
-def _rendered(table: Table) -> str:
-    out = io.StringIO()
-    Console(file=out, width=_WIDTH, color_system=None).print(table)
-    return out.getvalue()

@@ -43,8 +43,8 @@ class MetricsWriter:
         tensorboard: bool = False,
         wandb: Mapping[str, Any] | None = None,
     ):
-        events = _import_extra("tensorboardX", "tensorboard") if tensorboard else None
-        tracker = _import_extra("wandb", "wandb") if wandb is not None else None
+        events = import_extra("tensorboardX", "tensorboard") if tensorboard else None
+        tracker = import_extra("wandb", "wandb") if wandb is not None else None
         out_dir = Path(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
         self.path = out_dir / METRICS_FILE
@@ -133,7 +133,7 @@ def plot_loss(
             f"{metrics_path} holds no finite 'loss' or 'val_loss'; "
             "write them with MetricsWriter.write(step, loss=...)"
         )
-    figure = _import_extra("matplotlib.figure", "plot").Figure(figsize=(8, 4.8), layout="tight")
+    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=(8, 4.8), layout="tight")
     axes = figure.add_subplot()
     width = 1.8 if len(train) < 500 else 0.9
     if train:
@@ -164,7 +164,12 @@ def _bits_by_step(rows: list[dict[str, Any]], name: str) -> list[tuple[int, floa
     return sorted((step, bits) for step, bits in by_step.items() if math.isfinite(bits))
 
 
-def _import_extra(module: str, extra: str) -> ModuleType:
+def import_extra(module: str, extra: str) -> ModuleType:
+    """Imports a module of an optional package.
+
+    Raises:
+      ImportError: it is not installed; names the extra that brings it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

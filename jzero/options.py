@@ -5,9 +5,14 @@ from __future__ import annotations
 from jax.sharding import Mesh
 
 GPU_PLATFORMS = ("gpu", "cuda")
-# Collectives in flight at once. With XLA's one, the gathers of the next layer wait for the
-# reduction of the last, and little compute is left beside them.
-OVERLAP = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+# With one collective in flight, XLA's default, the gathers of the next layer wait for the reduction
+# of the last, and little compute is left beside them. Of what travels together it makes one
+# collective, as long as that has no more bytes than the threshold (by default 30 MB).
+OVERLAP = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+    "xla_gpu_all_gather_combine_threshold_bytes": 10**9,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 10**9,
+}
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str | int | bool]:

@@ -221,7 +221,11 @@ def config_tables(config: Config) -> dict[str, dict[str, Any]]:
     """A configuration as the tables it can be made from again."""
     tables = dataclasses.asdict(config)
     return {
-        section: {key: value for key, value in table.items() if value is not None}
+        section: {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in table.items()
+            if value is not None
+        }
         for section, table in tables.items()
     }
 

@@ -114,7 +114,7 @@ def of_config(config: Config, setup: Any, request: Formula) -> Formula:
 
 def _stage(request: Formula, stage: int) -> StagePlan:
     each = request.bytes_each
-    sizes = {"num_shards": request.num_shards, "stage": stage}
+    sizes: dict[str, Any] = {"num_shards": request.num_shards, "stage": stage}
     sizes |= {"model_parallel": request.model_parallel}
     names = ("param_bytes", "grad_bytes", "optimizer_bytes")
     sizes |= dict(zip(names, each, strict=True))

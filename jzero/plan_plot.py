@@ -1,10 +1,9 @@
 """The picture of a plan: what each stage holds against the capacity, and what it sends."""
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from jzero.metrics import import_extra
 from jzero.plan_figures import FORMULA, MARK, Plan, StagePlan, best_stage, sent_by_kind
 from jzero.terminal import format_bytes
 
@@ -47,7 +46,7 @@ def check_plot_path(path: str | Path) -> Path:
         raise ValueError(
             f"plot path '{path}' is in folder '{path.parent}', which does not exist; make it first."
         )
-    _matplotlib_figure()
+    import_extra("matplotlib.figure", "plot")
     return path
 
 
@@ -65,7 +64,9 @@ def plot(plan: Plan, path: str | Path) -> None:
         ValueError, ImportError: as `check_plot_path`.
     """
     path = check_plot_path(path)
-    figure = _matplotlib_figure().Figure(figsize=(11, 5.6), layout="constrained")
+    figure = import_extra("matplotlib.figure", "plot").Figure(
+        figsize=(11, 5.6), layout="constrained"
+    )
     ratios = {"height_ratios": (6, 1), "width_ratios": (1.15, 1)}  # legends in a row of their own
     (memory, wire), (memory_legend, wire_legend) = figure.subplots(2, 2, **ratios)
     _draw_memory(memory, plan)
@@ -204,11 +205,3 @@ def _color(stage: StagePlan) -> str:
 def _mark(stage: StagePlan, key: str) -> str:
     figure = stage.figures.get(key)
     return MARK if figure is not None and figure.source == FORMULA else ""
-
-
-def _matplotlib_figure() -> ModuleType:
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        message = f"matplotlib cannot be imported ({error}); run: pip install 'jzero[plot]'"
-        raise ImportError(message) from error

@@ -6,18 +6,16 @@ Nothing is run. Bytes at rest are exact; bytes on the wire are the law's, from t
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from jzero.gradients import Accumulation
 from jzero.layout import Layout, Leaf, Stage, is_floating
 from jzero.losses import is_born_cut
-from jzero.terminal import format_bytes, format_count
+from jzero.terminal import format_bytes, format_count, format_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +202,7 @@ class Report:
             totals.add_column(column, justify="right" if column == "bytes" else "left")
         for row in self.totals():
             totals.add_row(*row)
-        return _rendered(table) + _rendered(totals)
+        return format_table(table) + format_table(totals)
 
 
 def held_bytes(leaf: Leaf, is_cut: bool) -> int:
@@ -212,9 +210,3 @@ def held_bytes(leaf: Leaf, is_cut: bool) -> int:
     if is_cut or leaf.dim is None:
         return leaf.shard_bytes
     return int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
-
-
-def _rendered(table: Table) -> str:
-    out = io.StringIO()
-    Console(file=out, width=132, color_system=None).print(table)
-    return out.getvalue()

@@ -1,5 +1,6 @@
 """What a run prints: the start-up table, a line an interval, a bar."""
 
+import io
 import math
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
+
+TABLE_WIDTH = 132  # characters of a line of a wide table
 
 
 def train_flops_per_token(num_params: int, num_layers: int, seq_len: int, embed_dim: int) -> float:
@@ -74,6 +77,13 @@ def format_duration(seconds: float) -> str:
     if not hours:
         return f"{minute}:{second:02}"
     return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+
+
+def format_table(table: Table) -> str:
+    """Write a table as plain text, without escape codes."""
+    out = io.StringIO()
+    Console(file=out, width=TABLE_WIDTH, color_system=None).print(table)
+    return out.getvalue()
 
 
 def print_table(title: str, rows: list[tuple[str, str]], console: Console) -> None:

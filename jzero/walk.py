@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jzero.collective import KINDS, UNREADABLE, Collective, Rates, collective_of
-from jzero.cover import Stream, op_seconds, unknown_kernel
+from jzero.cover import Stream, op_flops, op_seconds, unknown_kernel
 from jzero.hlo import (
     Computation,
     Instruction,
@@ -30,6 +30,7 @@ class Part(NamedTuple):
     rows: tuple[Collective, ...] = ()
     compute: float = 0.0
     free: float = 0.0  # of the compute, what covers no collective of its own
+    flops: float = 0.0  # of matrix products
     unread: tuple[str, ...] = ()  # collectives that are not among the rows, or not as often
     notes: tuple[str, ...] = ()  # what makes the times less certain
 
@@ -90,6 +91,7 @@ def _joined(parts: Sequence[Part]) -> Part:
         tuple(row for part in parts for row in part.rows),
         sum(part.compute for part in parts),
         sum(part.free for part in parts),
+        sum(part.flops for part in parts),
         tuple(line for part in parts for line in part.unread),
         tuple(line for part in parts for line in part.notes),
     )
@@ -108,7 +110,8 @@ def _instruction(it: Walk, scope: Computation, op: Instruction) -> Part:
     called = [walk(it, name) for name in callees(it.program, op)]
     if kind == "conditional":
         whole, least = _joined(called), min(called, key=lambda part: part.free)
-        return whole._replace(compute=max(x.compute for x in called), free=least.free)
+        flops, compute = max(x.flops for x in called), max(x.compute for x in called)
+        return whole._replace(compute=compute, free=least.free, flops=flops)
     if kind in ("call", "async"):
         return _joined(called)
     with_collectives = [part for part in called if part.rows or part.unread]
@@ -122,7 +125,8 @@ def _kernel(it: Walk, scope: Computation, op: Instruction) -> Part:
     seconds = op_seconds(it.program, scope, op, rates.flops_per_s, rates.memory_bytes_per_s)
     kernel = unknown_kernel(op)
     notes = (f"FLOPs of {kernel} are not known: only the bytes it writes count",) if kernel else ()
-    return Part(compute=seconds, free=seconds, notes=notes)
+    flops = op_flops(it.program, scope, op)
+    return Part(compute=seconds, free=seconds, flops=flops, notes=notes)
 
 
 def _loop(it: Walk, scope: Computation, op: Instruction) -> Part:
@@ -142,4 +146,5 @@ def _loop(it: Walk, scope: Computation, op: Instruction) -> Part:
         rows=tuple(replace(row, times=row.times * n, in_loop=True) for row, n in runs),
         compute=turns * body.compute + (turns + 1) * condition.compute,
         free=turns * body.free + (turns + 1) * condition.free,
+        flops=turns * body.flops,
     )

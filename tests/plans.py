@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from jzero.formula import state_bytes, wire_bytes
+from jzero.formula import state_bytes
 from jzero.plan_figures import FORMULA, GIVEN, Figure, Plan, Sent, StagePlan
+from jzero.timing import PASSES, law
 
 PSI, GIB = 1_557_611_200, 2**30
 KILLED = """\
@@ -92,7 +93,7 @@ def trillion_plan(num_shards=1024, capacity_bytes=31.7 * GIB):
     stages = []
     for stage in range(4):
         mine = state_bytes(1e12, num_shards=num_shards, stage=stage)
-        total = wire_bytes(1e12, num_shards=num_shards, stage=stage)
+        total = sum(PASSES[row.kind] * row.payload_bytes for row in law(stage, 1e12))
         found = {
             "params_bytes": Figure(mine.params, FORMULA),
             "state_bytes": Figure(mine.optimizer, FORMULA),

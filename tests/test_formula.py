@@ -1,4 +1,4 @@
-"""The formulas are the paper's, entry by entry, and the wire is the law's."""
+"""The formulas are the paper's, entry by entry."""
 
 import inspect
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jzero.formula import largest_model, state_bytes, wire_bytes, wire_passes
+from jzero.formula import largest_model, state_bytes
 
 PAPER = json.loads((Path(__file__).parent / "data" / "zero_paper.json").read_text())
 STAGE_OF = {"baseline": 0, "pos": 1, "pos_g": 2, "pos_g_p": 3}
@@ -29,15 +29,12 @@ TABLE_2 = [
 GOOD = {
     state_bytes: {"num_params": 1e9, "num_shards": 8, "stage": 2},
     largest_model: {"memory_bytes": 32e9, "num_shards": 8, "stage": 2},
-    wire_passes: {"stage": 2},
-    wire_bytes: {"num_params": 1e9, "num_shards": 8, "stage": 2},
 }
 BAD = {
     "num_params": (0, -1e9, math.nan, math.inf, "7.5e9"),
     "memory_bytes": (0, -1, math.nan, math.inf),
     "num_shards": (0, -8, 8.0, "8"),
     "model_parallel": (0, 1.5),
-    "num_microbatches": (0, 2.0),
     "stage": (-1, 4, 2.0, "3", None),
     "param_bytes": (-1, math.nan, math.inf),
     "grad_bytes": (-2, math.nan),
@@ -85,28 +82,8 @@ def test_each_class_is_cut_from_its_stage_on():
         assert tuple(found) == tuple(expected), stage
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 5])
-def test_the_passes_are_the_law(num_microbatches):
-    g = num_microbatches
-    passes = [tuple(wire_passes(stage, g)) for stage in range(4)]
-    assert passes == [(2, 0), (1, 1), (g, 1), (g, 2 * g)]
-    assert [wire_passes(stage, g).total for stage in range(4)] == [2, 2, g + 1, 3 * g]
-
-
-def test_wire_bytes_take_each_dtype_its_own_way_round_the_ring():
-    sizes = {"param_bytes": 2, "grad_bytes": 4}
-    found = [
-        wire_bytes(8e9, num_shards=8, stage=stage, num_microbatches=3, model_parallel=2, **sizes)
-        for stage in range(4)
-    ]
-    ring = 8e9 * 7 / 8 / 2
-    expected = [2 * 4 * ring, (4 + 2) * ring, (3 * 4 + 2) * ring, (3 * 4 + 6 * 2) * ring]
-    assert found == pytest.approx(expected, rel=EXACT)
-
-
-def test_one_device_sends_nothing_and_cuts_nothing():
+def test_one_device_cuts_nothing():
     for stage in range(4):
-        assert wire_bytes(1e9, num_shards=1, stage=stage) == 0
         assert state_bytes(1e9, num_shards=1, stage=stage).total == 16e9
 
 
