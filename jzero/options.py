@@ -8,7 +8,9 @@ GPU_PLATFORMS = ("gpu", "cuda")
 # With one collective in flight, XLA's default, the gathers of the next layer wait for the reduction
 # of the last, and little compute is left beside them. Of what travels together it makes one
 # collective, as long as that has no more bytes than the threshold (by default 30 MB).
+# Without the scheduler that hides latency, XLA's default for GPUs before Hopper, nothing overlaps.
 OVERLAP = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
     "xla_gpu_all_gather_combine_threshold_bytes": 10**9,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 10**9,
