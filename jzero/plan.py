@@ -35,7 +35,6 @@ ATTENTION_NOTES = {
 NOTES = (
     f"Capacity is the GPU's memory less {RESERVE:.0%} for CUDA, NCCL and fragmentation, which a "
     "compiled peak does not know.",
-    "Gradients and logits are temporaries of the step, counted there and nowhere else.",
     "Times are estimates: alpha-beta per collective, overlap as the compiled schedule has it; "
     "`jzero plan --check` shows how far such estimates are off.",
 )

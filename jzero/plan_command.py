@@ -19,7 +19,7 @@ from jzero.plan_plot import check_plot_path, plot
 from jzero.plan_table import render, to_json
 from jzero.recipe import make_setup
 from jzero.terminal import format_count
-from jzero.virtual import topology_text, virtual_mesh
+from jzero.virtual import check_cluster, topology_text
 
 FITS, NOTHING_FITS = 0, 1
 DESCRIPTION = """\
@@ -124,9 +124,8 @@ def _gpu(flags: argparse.Namespace) -> Gpu:
 def _by_compiling(flags: argparse.Namespace, gpu: Gpu, config: Config | None) -> Callable[[], Plan]:
     assert config is not None
     sizes = config.mesh
-    virtual_mesh(
-        gpu, num_gpus=flags.num_gpus, replica=sizes.replica, data=sizes.data, model=sizes.model
-    )
+    axes = {"replica": sizes.replica, "data": sizes.data, "model": sizes.model}
+    check_cluster(gpu, flags.num_gpus, **axes)
     request = Request(
         config,
         gpu,

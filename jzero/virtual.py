@@ -54,11 +54,25 @@ def virtual_mesh(
         compiles for the GPU is not installed: jax's CUDA plugin and a ptxas that knows the chip.
     """
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    sizes = _axis_sizes(num_gpus, replica, data, model)
-    topology = topology_text(gpu, num_gpus, sizes)
-    _check_compiler(gpu)
+    topology = check_cluster(gpu, num_gpus, replica=replica, data=data, model=model)
     devices = _compile_only_devices(topology, target_text(gpu))
-    return make_mesh(replica=replica, data=sizes[1], model=model, devices=devices)
+    return make_mesh(replica=replica, data=data, model=model, devices=devices)
+
+
+def check_cluster(
+    gpu: Gpu, num_gpus: int, *, replica: int = 1, data: int | None = None, model: int = 1
+) -> str:
+    """Checks all that `virtual_mesh` checks, without loading what compiles.
+
+    Returns:
+      The cluster as XLA reads it.
+
+    Raises:
+      ValueError: as `virtual_mesh`.
+    """
+    topology = topology_text(gpu, num_gpus, _axis_sizes(num_gpus, replica, data, model))
+    _check_compiler(gpu)
+    return topology
 
 
 def _axis_sizes(num_gpus: int, replica: int, data: int | None, model: int) -> tuple[int, int, int]:

@@ -14,6 +14,8 @@ import pytest
 
 import jzero
 from jzero import cli
+from jzero.plan_figures import FIGURES
+from jzero.target import library_path
 from scripts import stage_table
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -53,6 +55,12 @@ def commands():
     return [line for line in lines if line]
 
 
+PLAN = (
+    "jzero plan configs/gpt2_1558m.toml --gpu h100-sxm --num-gpus 64 --train.num_microbatches 1 "
+    "--num-tokens 300e9 --plot docs/plan_gpt2_1558m.png"
+)
+
+
 def test_every_command_shown_is_one_that_is_run_here():
     assert commands() == [
         "make demo",
@@ -62,6 +70,9 @@ def test_every_command_shown_is_one_that_is_run_here():
         "jzero report configs/gpt2_1558m.toml",
         "jzero train --help",
         "python scripts/prepare_data.py my_texts --out data/mine --tokenizer bytes",
+        PLAN,
+        "jzero plan --formula --params 1e12 --gpu h100-sxm --num-gpus 1024",
+        "jzero plan --check",
     ]
 
 
@@ -95,6 +106,38 @@ def test_stage_3_trains_where_leaves_are_padded(at_root, tmp_path, capsys):
 def test_jzero_report(at_root, capsys):
     assert cli.main(["report", "configs/gpt2_1558m.toml"]) == 0
     assert "h.attn.c_attn.weight" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(library_path() is None, reason="needs pip install 'jzero[plan]'")
+@pytest.mark.xdist_group("gpu_program")
+def test_jzero_plan_draws_and_prints(at_root, tmp_path, capsys):
+    """The command shown, of a smaller model and of one stage."""
+    words = PLAN.split()[1:-1] + [str(tmp_path / "plan.png")]
+    small = SMALL[: SMALL.index("--data.seq_len") + 2]
+    assert cli.main([*words, *small, "--stage", "2", "--no-search"]) == 0
+    out = capsys.readouterr().out
+    assert "on 64 x h100-sxm" in out
+    assert "Stage 2 fits" in out
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_jzero_plan_by_formula(at_root, capsys):
+    assert cli.main(["plan", "--formula", "--params", "1e12", "--gpu", "h100-sxm", "--num-gpus", "1024"]) == 0
+    assert "1.0T parameters on 1024 x h100-sxm, by formula" in capsys.readouterr().out
+
+
+def test_jzero_plan_check(capsys):
+    assert cli.main(["plan", "--check"]) == 0
+    assert "3.70" in capsys.readouterr().out
+
+
+def test_the_plan_shown_is_of_the_command_shown_and_the_picture_is_there():
+    (table,) = re.findall(r"```\n(GPT2.*?)```", README, re.DOTALL)
+    assert table.startswith("GPT2, 1.6B parameters, on 64 x h100-sxm")
+    for row in FIGURES:
+        if row.key not in ("largest_params", "margin_bytes"):
+            assert row.label.strip() in table, row.label
+    assert (ROOT / "docs" / "plan_gpt2_1558m.png").stat().st_size > 10_000
 
 
 def test_jzero_help(at_root, capsys):
