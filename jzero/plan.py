@@ -28,7 +28,8 @@ LARGEST = 4096  # the search for the largest micro batch ends there
 LAST_WORDS = 12  # lines of what a child that died has printed
 ATTENTION_NOTES = {
     "blocked": "Attention is planned as a loop over blocks that keeps for backward what cuDNN's "
-    "kernel keeps, no T x T scores; cuDNN's own is traced where its wheel is installed.",
+    "kernel keeps, no T x T scores. On GPUs before the A100 that loop is what runs; on others "
+    "cuDNN's kernel is, and it is planned itself where its wheel is installed.",
     "cudnn": "Attention is planned with cuDNN's own kernel.",
     "": "Attention is planned as the model has it: if it keeps T x T scores, they are counted.",
 }

@@ -23,6 +23,7 @@ from jzero.schema import (
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 SIZES = {"gpt2_124m": "124.4M", "gpt2_355m": "354.8M", "gpt2_774m": "774.0M", "gpt2_1558m": "1.6B"}
+SIZES |= {"megatron_8b": "8.3B", "turing_nlg_17b": "17.2B", "zero_100b": "101.1B"}
 
 TOML = """
 [model]
@@ -272,7 +273,7 @@ def test_help_without_config_works_where_the_default_model_is_not(monkeypatch, c
     def refuse(*_, **__):
         raise ValueError("models.gpt2 cannot be imported")
 
-    monkeypatch.setattr("jzero.cli.parse_config", refuse)
+    monkeypatch.setattr("jzero.arguments.parse_config", refuse)
     assert main(["train", "--help"]) == 0
     assert "CONFIG" in capsys.readouterr().out
 

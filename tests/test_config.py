@@ -318,5 +318,7 @@ def test_every_config_of_the_repository_loads_and_says_how_it_is_run(path):
         assert word in header[0]
 
 
-def test_the_repository_has_the_four_sizes_and_the_demo():
-    assert {path.stem for path in CONFIGS} == {"gpt2_demo", *(f"gpt2_{k}" for k in NUM_PARAMS)}
+def test_the_repository_has_the_four_sizes_the_demo_and_three_models_to_plan():
+    planned = {"megatron_8b", "turing_nlg_17b", "zero_100b"}
+    sizes = {f"gpt2_{k}" for k in NUM_PARAMS}
+    assert {path.stem for path in CONFIGS} == {"gpt2_demo", *sizes, *planned}
