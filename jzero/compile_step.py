@@ -89,7 +89,8 @@ def compile_step(job: Mapping[str, Any]) -> dict[str, Any]:
 def gpu_of(fields: Mapping[str, Any]) -> Gpu:
     """A GPU from the JSON of its fields."""
     given: dict[str, Any] = dict(fields)
-    return Gpu(**given | {"compute_capability": tuple(given["compute_capability"])})
+    given["compute_capability"] = tuple(given["compute_capability"])
+    return Gpu(**given)
 
 
 def with_key(tables: Mapping[str, Any], section: str, key: str, value: Any) -> dict[str, Any]:

@@ -150,8 +150,9 @@ def largest_micro_batch(
 ) -> int:
     """Bisects for the largest micro batch whose peak fits, on peaks alone.
 
-    The next size to try is where a line through the bracket meets the capacity, so that a few
-    compiles do; the last two are always the answer, which fits, and the next size, which does not.
+    The next size to try is where a line through known peaks meets the capacity, or the middle of
+    the bracket where that did not halve it. The answer and the next size, which does not fit, are
+    both compiled.
 
     Args:
       peak_of: micro batch to peak, in bytes.
@@ -173,10 +174,13 @@ def largest_micro_batch(
 
     size = min(max(start, 1), limit)
     low, high = (size, limit + 1) if fits(size) else (0, size)
+    has_halved = True
     while high - low > 1:
-        guess = _crossing(peaks, capacity)
+        guess = _crossing(peaks, capacity) if has_halved else (low + high) // 2
         size = min(max((2 * low or 1) if guess is None else guess, low + 1), high - 1)
+        width = high - low
         low, high = (size, high) if fits(size) else (low, size)
+        has_halved = high > limit or 2 * (high - low) <= width + 1
     return low
 
 
