@@ -25,6 +25,7 @@ from jzero.timing import Estimate
 RESERVE = 0.06  # share of the memory that is kept free for them
 REFUSED = "ValueError: "  # before what a child says of a configuration that cannot work
 LARGEST = 4096  # the search for the largest micro batch ends there
+FARTHEST = 16  # times what is known to fit, that the search goes in one step
 LAST_WORDS = 12  # lines of what a child that died has printed
 ATTENTION_NOTES = {
     "blocked": "Attention is planned as a loop over blocks that keeps for backward what cuDNN's "
@@ -177,7 +178,10 @@ def largest_micro_batch(
     has_halved = True
     while high - low > 1:
         guess = _crossing(peaks, capacity) if has_halved else (low + high) // 2
-        size = min(max((2 * low or 1) if guess is None else guess, low + 1), high - 1)
+        guess = (2 * low or 1) if guess is None else guess
+        # Peaks may not grow at all at first: a line through two of them goes too far.
+        guess = min(guess, FARTHEST * low) if high > limit else guess
+        size = min(max(guess, low + 1), high - 1)
         width = high - low
         low, high = (size, high) if fits(size) else (low, size)
         has_halved = high > limit or 2 * (high - low) <= width + 1
