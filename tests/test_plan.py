@@ -99,6 +99,17 @@ def test_a_peak_that_does_not_grow_evenly_is_bisected_still():
     assert largest_micro_batch(peaks, 1000, start=8) == 36
 
 
+def test_a_peak_that_is_flat_at_first_is_not_extrapolated_beyond_reason():
+    asked = []
+
+    def peak_of(size):
+        asked.append(size)
+        return max(100 + size / 100, 10 * size)  # the update's peak, then the activations'
+
+    assert largest_micro_batch(peak_of, 300, start=1) == 30
+    assert max(asked) <= 64 and len(asked) <= 9
+
+
 def test_the_search_finds_the_same_again(monkeypatch):
     def child(job):
         size = job["config"]["train"]["micro_batch"]
