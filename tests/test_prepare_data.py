@@ -191,7 +191,9 @@ def test_script_runs_from_the_command_line(tmp_path, texts):
     command = [sys.executable, SCRIPT, texts, "--out", tmp_path / "out", "--val-fraction", "0.3"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    # jax's CUDA plugin, where it is installed, says that there is no driver.
+    said = [x for x in done.stderr.splitlines() if "absl::Init" not in x and "cudart" not in x]
+    assert (done.returncode, said) == (0, [])
     assert ids_of(tmp_path / "out") == [list(b"low lo"), list(b"wlo")]
 
 
