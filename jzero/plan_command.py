@@ -17,7 +17,6 @@ from jzero.plan_figures import Plan, fits_any
 from jzero.plan_formula import Formula, formula_plan, of_config
 from jzero.plan_plot import check_plot_path, plot
 from jzero.plan_table import render, to_json
-from jzero.recipe import make_setup
 from jzero.terminal import format_count
 from jzero.virtual import check_cluster, topology_text
 
@@ -53,7 +52,14 @@ def prepare_plan(words: Sequence[str]) -> Callable[[], int]:
     if unknown:
         parser.error(f"there is no flag {unknown[0]}; those of CONFIG are --section.key")
     if flags.check:
+        if len(words) > 1:
+            parser.error("--check stands alone; leave the other words out")
         return _check
+    if rest and not path:
+        raise ValueError(
+            f"{rest[0]} has no CONFIG before it; CONFIG comes first, as in jzero plan "
+            "configs/gpt2_124m.toml --gpu h100-sxm --num-gpus 8 --train.micro_batch 4."
+        )
     config = parse_arguments("plan", [*path, *rest]) if path else None
     if config is None and not (flags.formula and flags.params):
         raise ValueError(
@@ -82,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-gpus", type=int, metavar="N", help="GPUs of the run: part of a node, or whole nodes")
     add("--stage", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3], help="default: all")
     add("--num-tokens", type=float, metavar="T", help="tokens of the whole run, for the hours")
-    add("--capacity", type=float, metavar="BYTES", help="of a GPU; default: its memory less 6 %%")
+    add("--capacity", type=float, metavar="BYTES", help="default: its memory; compiled: less 6 %%")
     add("--no-search", action="store_true", help="do not look for the largest micro batch")
     add("--jobs", type=int, default=2, metavar="N", help="compiles at the same time; default: 2")
     add("--json", type=Path, metavar="FILE", help="also write every figure with its source")
@@ -111,10 +117,21 @@ def _check_flags(flags: argparse.Namespace, config: Config | None) -> None:
             )
     if flags.params and config is not None:
         raise ValueError("--params and CONFIG both say how large the model is; leave one out.")
+    if flags.num_tokens and config is None:
+        raise ValueError("--num-tokens needs the batch of a CONFIG; give one, or leave it out.")
+    _check_paths(flags)
+
+
+def _check_paths(flags: argparse.Namespace) -> None:
     if flags.plot:
-        check_plot_path(flags.plot)
+        try:
+            check_plot_path(flags.plot)
+        except ImportError as error:
+            raise ValueError(f"--plot {flags.plot}: {error}, or leave --plot out.") from error
     if flags.json and not flags.json.resolve().parent.is_dir():
         raise ValueError(f"--json {flags.json}: the folder does not exist; make it first.")
+    if flags.json and flags.json.is_dir():
+        raise ValueError(f"--json {flags.json} is a folder; name a file in it.")
 
 
 def _gpu(flags: argparse.Namespace) -> Gpu:
@@ -150,7 +167,7 @@ def _by_formula(flags: argparse.Namespace, gpu: Gpu, config: Config | None) -> C
         num_tokens=flags.num_tokens,
     )
     if config is not None:
-        request = of_config(config, make_setup(config), request)
+        request = of_config(config, request)
     return lambda: formula_plan(request)
 
 
