@@ -14,12 +14,13 @@ EXACT = 1e-12  # rounding of float64 alone
 H100 = find_gpu("h100-sxm")
 REQUEST = Formula(1.0, H100, 64, capacity=80e9)
 TIMES = {"flops", "compute_s", "comm_s", "exposed_s", "step_s", "tokens_per_s", "mfu", "hours"}
+# Eight devices, as here, would have to pad the state of 66 elements.
 MODEL = {
     "vocab_size": 255,
     "num_positions": 32,
     "num_layers": 2,
     "num_heads": 2,
-    "embed_dim": 64,
+    "embed_dim": 66,
 }
 
 
@@ -146,8 +147,9 @@ def test_times_are_told_only_where_batch_and_flops_are_known():
     assert set(formula_plan(without).stages[0].figures) & TIMES == TIMES - {"hours"}
 
 
-def test_the_batch_is_split_over_the_gpus_of_the_plan_not_the_devices_at_hand():
-    found = request(train={"train_batch_size": 512, "micro_batch": 2})
+@pytest.mark.parametrize("more", [{}, {"num_microbatches": 4}])
+def test_the_batch_is_split_over_the_gpus_of_the_plan_not_the_devices_at_hand(more):
+    found = request(train={"train_batch_size": 512, "micro_batch": 2, **more})
     assert (found.num_microbatches, found.tokens) == (4, 8 * 32)
     plan = formula_plan(found)
     rate, seconds = value(plan, 0, "tokens_per_s"), value(plan, 0, "step_s")
