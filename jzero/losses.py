@@ -48,7 +48,7 @@ class Place:
         return leaf.spec(self.axes) if self.stage.params else P()
 
 
-def is_born_cut(leaf: Leaf, stage: Stage, num_microbatches: int) -> bool:
+def is_born_cut(leaf: Leaf, stage: Stage, num_microbatches: int | None) -> bool:
     """Whether a gradient is reduce-scattered where it arises: no device holds it whole.
 
     At stage 1 several microbatches are summed first, and reduced once; a single one is reduced as
@@ -105,6 +105,7 @@ class Loss:
     """A user's function of parameters as one device calls it: which leaves arrive how.
 
     `layout` has every parameter; `names` are the differentiated ones in the order of `treedef`.
+    `num_microbatches` is None where no gradient is taken.
     """
 
     fn: Callable[..., Any]
@@ -113,7 +114,7 @@ class Loss:
     graphdef: Any
     treedef: Any
     names: tuple[str, ...]
-    num_microbatches: int
+    num_microbatches: int | None
     note_reads: Callable[[dict[str, bool]], None]
 
     @property

@@ -406,7 +406,7 @@ class Zero:
         return parts.graphdef, parts.params, inputs
 
     def _loss(
-        self, fn: Any, graphdef: Any, params: Any, frozen: Any, num_microbatches: int = 1
+        self, fn: Any, graphdef: Any, params: Any, frozen: Any, num_microbatches: int | None = None
     ) -> tuple[losses.Loss, Any]:
         leaves, treedef = named_leaves(params)
         shapes = leaves | named_leaves(frozen)[0]

@@ -155,3 +155,18 @@ def test_unknown_remat_and_unstacked_layers_are_refused():
 def test_block_params_is_the_identity_on_arrays():
     tree = {"w": jnp.arange(3.0)}
     assert (jzero.block_params(tree)["w"] == tree["w"]).all()
+
+
+def test_an_evaluation_at_stage_1_is_the_program_of_stage_0():
+    """Nothing is reduced there, so the lent loop buffers nothing and gathers nothing ahead."""
+    model = nnx.eval_shape(lambda: toys.Toy(jax.random.key(0)))
+    batch = jax.ShapeDtypeStruct((16, toys.TIME), jnp.int32)
+
+    def program(stage):
+        zero = jzero.Zero(toys.data_mesh(8), stage, like=model)
+        graphdef, params = nnx.split(zero.abstract(model))
+        evaluate = zero.apply(lambda m, b: m(b, zero.run_layers).mean())
+        return str(jax.make_jaxpr(lambda p, b: evaluate(nnx.merge(graphdef, p), b))(params, batch))
+
+    assert program(1) == program(0)
+    assert program(2) != program(0)
