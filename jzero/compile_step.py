@@ -23,11 +23,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.collective import Collective, Rates
-from jzero.config import parse_config
+from jzero.config import Config, parse_config
 from jzero.gpus import Gpu
 from jzero.ledger import Ledger, collectives
+from jzero.precision import is_master
 from jzero.recipe import Setup, make_setup
-from jzero.schema import import_target, own_arguments, parameters
+from jzero.schema import own_arguments
 from jzero.timing import collective_seconds
 from jzero.train import TrainState, make_step
 from jzero.trees import named_leaves
@@ -58,7 +59,7 @@ def compile_step(job: Mapping[str, Any]) -> dict[str, Any]:
     mesh = virtual_mesh(
         gpu, num_gpus=job["num_gpus"], replica=sizes.replica, data=sizes.data, model=sizes.model
     )
-    attention = choose_attention(job["config"], gpu)
+    attention = choose_attention(config, gpu)
     if attention:
         config = parse_config(with_key(job["config"], "model", "attention", attention))
     setup = make_setup(config, mesh)
@@ -71,7 +72,6 @@ def compile_step(job: Mapping[str, Any]) -> dict[str, Any]:
         "sent": sent_of(ledger),
         "unread": list(ledger.unread),
         "compute_s": (ledger.flops + _kernel_flops(setup, attention)) / rates.flops_per_s,
-        "notes": list(ledger.notes),
         "comm_s": ledger.seconds,
         "exposed_s": ledger.exposed_seconds,
         "covered": ledger.covered,
@@ -94,26 +94,22 @@ def gpu_of(fields: Mapping[str, Any]) -> Gpu:
 
 
 def with_key(tables: Mapping[str, Any], section: str, key: str, value: Any) -> dict[str, Any]:
-    """The tables of a configuration with one key set, or left out where the value is None."""
-    table = {k: v for k, v in tables.get(section, {}).items() if k != key}
-    return {**tables, section: table if value is None else {**table, key: value}}
+    """The tables of a configuration with one key set."""
+    return {**tables, section: {**tables.get(section, {}), key: value}}
 
 
-def choose_attention(tables: Mapping[str, Any], gpu: Gpu) -> str:
+def choose_attention(config: Config, gpu: Gpu) -> str:
     """Which attention to plan with, where the model has the choice and the user left it open.
 
     cuDNN's kernel can be traced where its wheel is installed; the blocked loop keeps for backward
     what that kernel keeps.
     """
-    config = parse_config(tables)
-    target = import_target(config.model.target)
-    has_choice = "attention" in parameters(target)
-    if not has_choice or own_arguments(config.model).get("attention") != "auto":
+    sizes = own_arguments(config.model)
+    if sizes.get("attention") != "auto":
         return ""
     has_wheel = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
     if not has_wheel or gpu.compute_capability < CUDNN_CAPABILITY:
         return BLOCKED
-    sizes = own_arguments(config.model)
     head_dim = sizes.get("embed_dim", 0) // max(sizes.get("num_heads", 1), 1)
     fits = head_dim % 8 == 0 and 0 < head_dim <= 128
     return CUDNN if fits and config.precision.policy in ("bfloat16", "float16") else BLOCKED
@@ -177,7 +173,7 @@ def memory_of(setup: Setup, state: TrainState, memory: Any) -> dict[str, float]:
     """Bytes of one device: at rest by class, as the program's arguments have them; the rest."""
     held: dict[str, float] = {"params": _bytes(state.params)}
     leaves = named_leaves(state.opt_state)[0]
-    held["master"] = sum(_bytes(x) for name, x in leaves.items() if "master" in name.split("."))
+    held["master"] = sum(_bytes(x) for name, x in leaves.items() if is_master(name))
     held["state"] = sum(map(_bytes, leaves.values())) - held["master"]
     report = setup.zero.report(setup.abstract)
     return held | {
@@ -213,23 +209,18 @@ def sent_of(ledger: Ledger) -> list[dict[str, Any]]:
     for row in ledger:
         axes = "unknown axes" if row.axes is None else " x ".join(row.axes)
         groups[row.kind, row.dtype, axes].append(row)
+    alike = {key: Ledger(tuple(rows)) for key, rows in groups.items()}
     return [
         {
             "kind": kind.replace("-", "_"),
             "dtype": dtype,
             "axis": axes,
             "times": sum(row.times for row in rows),
-            "wire_bytes": sum(row.wire_bytes * row.times for row in rows),
-            "covered": _covered(rows),
+            "wire_bytes": rows.sent_bytes,
+            "covered": rows.covered if rows.seconds else None,
         }
-        for (kind, dtype, axes), rows in groups.items()
+        for (kind, dtype, axes), rows in alike.items()
     ]
-
-
-def _covered(rows: list[Collective]) -> float | None:
-    seconds = sum(row.seconds * row.times for row in rows)
-    hidden = sum(row.seconds * row.times * row.covered for row in rows)
-    return hidden / seconds if seconds else None
 
 
 def main() -> int:

@@ -113,7 +113,7 @@ class _Result(NamedTuple):
 
 
 def _plan_stage(request: Request, stage: int, say: Callable[[str], None]) -> _Result:
-    tables = _with_stage(config_tables(request.config), stage)
+    tables = with_stage(config_tables(request.config), stage)
     known: dict[int, dict[str, Any]] = {}
 
     def measure(given: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _plan_stage(request: Request, stage: int, say: Callable[[str], None]) -> _Re
         return found
 
     def peak_of(size: int) -> float:
-        found = known.get(size) or measure(_with_micro_batch(tables, size))
+        found = known.get(size) or measure(with_micro_batch(tables, size))
         return found["memory"]["peak"]
 
     try:
@@ -238,7 +238,7 @@ def config_tables(config: Config) -> dict[str, dict[str, Any]]:
     }
 
 
-def _with_stage(tables: dict[str, dict[str, Any]], stage: int) -> dict[str, dict[str, Any]]:
+def with_stage(tables: dict[str, dict[str, Any]], stage: int) -> dict[str, dict[str, Any]]:
     """The same at another stage, without what is for one stage alone."""
     zero = dict(tables["zero"], stage=stage)
     if stage != 3:
@@ -248,7 +248,7 @@ def _with_stage(tables: dict[str, dict[str, Any]], stage: int) -> dict[str, dict
     return tables | {"zero": zero}
 
 
-def _with_micro_batch(
+def with_micro_batch(
     tables: dict[str, dict[str, Any]], micro_batch: int
 ) -> dict[str, dict[str, Any]]:
     """The same with so many rows a device; the batch of a step follows."""
@@ -262,9 +262,8 @@ def _cluster(request: Request) -> dict[str, Any]:
 
 def figures_of(request: Request, found: Mapping[str, Any]) -> dict[str, Figure]:
     """The figures of one stage, of what its compile found."""
-    memory, tokens = found["memory"], found["tokens"]
+    memory = found["memory"]
     estimate = Estimate(found["compute_s"], found["comm_s"], found["exposed_s"])
-    peak_flops = request.gpu.peak_flops(found["compute_dtype"])
     compiled = {
         "params_bytes": memory["params"],
         "master_bytes": memory["master"],
@@ -275,17 +274,15 @@ def figures_of(request: Request, found: Mapping[str, Any]) -> dict[str, Figure]:
     by_formula = {
         "grads_bytes": memory["grads"],
         "logits_bytes": memory["logits"],
-        "flops": found["flops"],
-        "compute_s": estimate.compute_s,
-        "comm_s": estimate.comm_s,
-        "exposed_s": estimate.exposed_s,
         "covered": found["covered"],
-        "step_s": estimate.step_s,
-        "tokens_per_s": estimate.tokens_per_s(tokens),
-        "mfu": estimate.mfu(found["flops"], request.num_gpus, peak_flops),
+        **estimate.figures(
+            flops=found["flops"],
+            tokens=found["tokens"],
+            num_gpus=request.num_gpus,
+            peak_flops=request.gpu.peak_flops(found["compute_dtype"]),
+            num_tokens=request.num_tokens,
+        ),
     }
-    if request.num_tokens is not None:
-        by_formula["hours"] = estimate.hours(request.num_tokens, tokens)
     given = {"capacity_bytes": request.capacity, "micro_batch": found["batch"]["micro_batch"]}
     sources = ((compiled, COMPILED), (by_formula, FORMULA), (given, GIVEN))
     return {k: Figure(v, source) for figures, source in sources for k, v in figures.items()}

@@ -184,11 +184,12 @@ def _check() -> int:
     """Prints the time model beside the measurements of the announcement."""
     print(f"Samples/s on {NUM_GPUS} x {GPU}: Microsoft's announcement of ZeRO, and the time model.")
     titles = ("model", "Megatron-LM", "model's", "ZeRO", "model's", "ratio", "model's", "error")
-    print(("{:>8}" + "{:>13}" * 4 + "{:>9}" * 3).format(*titles))
+    line = "{:>8}" + "{:>13}" * 4 + "{:>9}" * 3
+    print(line.format(*titles))
     for row in check_announcement():
         rates = (row.megatron_published, row.megatron_model, row.zero_published, row.zero_model)
         ratios = (f"{row.ratio_published:.2f}", f"{row.ratio_model:.2f}", f"{row.error:+.0%}")
         cells = (format_count(row.num_params), *(f"{rate:.2f}" for rate in rates), *ratios)
-        print(("{:>8}" + "{:>13}" * 4 + "{:>9}" * 3).format(*cells))
+        print(line.format(*cells))
     print("Nothing of the model is fitted to these rows; a plan's times can be off as far.")
     return FITS

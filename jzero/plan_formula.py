@@ -14,6 +14,7 @@ from jzero.formula import ClassBytes, largest_model, state_bytes
 from jzero.gpus import Gpu
 from jzero.mesh import make_mesh
 from jzero.plan_figures import FORMULA, GIVEN, Figure, Plan, Sent, StagePlan
+from jzero.precision import is_master
 from jzero.recipe import Setup, make_setup, resolve_batch
 from jzero.schema import own_arguments
 from jzero.terminal import format_count
@@ -165,7 +166,7 @@ def _held_bytes(setup: Setup) -> tuple[float, float, float]:
     params = nnx.split(setup.abstract, nnx.Param, ...)[1]
     leaves = named_leaves(jax.eval_shape(setup.tx.init, params))[0]
     arrays = {name: x for name, x in leaves.items() if x.ndim}  # without counts and scales
-    master = [x for name, x in arrays.items() if "master" in name.split(".")]
+    master = [x for name, x in arrays.items() if is_master(name)]
 
     def each(leaves: Iterable[Any]) -> float:
         return sum(x.size * x.dtype.itemsize for x in leaves) / setup.num_params
@@ -230,15 +231,10 @@ def _times(request: Formula, sent: Any) -> dict[str, float]:
         dtype=request.dtype,
         is_remat=request.is_remat,
     )
-    times = {
-        "flops": flops,
-        "compute_s": found.compute_s,
-        "comm_s": found.comm_s,
-        "exposed_s": found.exposed_s,
-        "step_s": found.step_s,
-        "tokens_per_s": found.tokens_per_s(tokens),
-        "mfu": found.mfu(flops, request.num_gpus, request.gpu.peak_flops(request.dtype)),
-    }
-    if request.num_tokens is not None:
-        times["hours"] = found.hours(request.num_tokens, tokens)
-    return times
+    return found.figures(
+        flops=flops,
+        tokens=tokens,
+        num_gpus=request.num_gpus,
+        peak_flops=request.gpu.peak_flops(request.dtype),
+        num_tokens=request.num_tokens,
+    )

@@ -29,6 +29,15 @@ class MasterWeightsState(NamedTuple):
     inner: Any
 
 
+def is_master(name: str) -> bool:
+    """Whether a leaf of an optimizer state is of a master copy, by its tree path.
+
+    >>> is_master("0.master.wte.weight"), is_master("0.inner.0.mu.wte.weight")
+    (True, False)
+    """
+    return "master" in name.split(".")
+
+
 def master_weights(
     tx: optax.GradientTransformation, master_dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:

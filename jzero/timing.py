@@ -103,6 +103,35 @@ class Estimate:
         """
         return num_tokens / self.tokens_per_s(tokens_per_step) / 3600
 
+    def figures(
+        self,
+        *,
+        flops: float,
+        tokens: float,
+        num_gpus: int,
+        peak_flops: float,
+        num_tokens: float | None = None,
+    ) -> dict[str, float]:
+        """All that a plan says of time, by the keys of its figures.
+
+        Args:
+          flops: the model's, of a step on all GPUs.
+          tokens: of a step on all GPUs.
+          num_gpus: of the run.
+          peak_flops: of one GPU, in FLOP/s.
+          num_tokens: of the whole run; None leaves the hours out.
+        """
+        found = {
+            "flops": flops,
+            "compute_s": self.compute_s,
+            "comm_s": self.comm_s,
+            "exposed_s": self.exposed_s,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s(tokens),
+            "mfu": self.mfu(flops, num_gpus, peak_flops),
+        }
+        return found if num_tokens is None else found | {"hours": self.hours(num_tokens, tokens)}
+
 
 class Sent(NamedTuple):
     """A collective of the law, in pieces of equal size."""

@@ -19,9 +19,17 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jzero.compile_step import with_key
 from jzero.config import Config, load_config, parse_config
 from jzero.gpus import GPUS, Gpu
-from jzero.plan import Request, config_tables, figures_of, run_child
+from jzero.plan import (
+    Request,
+    config_tables,
+    figures_of,
+    run_child,
+    with_micro_batch,
+    with_stage,
+)
 from jzero.recipe import Setup, make_setup
 from jzero.train import init_state, make_step
 
@@ -60,11 +68,8 @@ def measured(setup: Setup, num_steps: int = STEPS) -> tuple[int | None, float]:
 
 def with_settings(config: Config, stage: int, micro_batch: int) -> Config:
     """The configuration at a stage, with so many rows a device in one microbatch."""
-    tables = config_tables(config)
-    tables["zero"]["stage"] = stage
-    tables["train"].pop("train_batch_size", None)
-    tables["train"] |= {"micro_batch": micro_batch, "num_microbatches": 1}
-    return parse_config(tables)
+    tables = with_micro_batch(with_stage(config_tables(config), stage), micro_batch)
+    return parse_config(with_key(tables, "train", "num_microbatches", 1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -55,7 +55,6 @@ def found(size=2, peak=1000, **changes):
         "memory": memory | {"grads": 5, "logits": 3, "arguments": 70, "alias": 70},
         "sent": [],
         "unread": [],
-        "notes": [],
         "compute_s": 0.5,
         "comm_s": 0.4,
         "exposed_s": 0.1,
@@ -250,10 +249,12 @@ def test_a_gpu_survives_the_way_to_the_child():
 
 
 def test_attention_is_chosen_only_where_the_model_leaves_it_open():
-    assert choose_attention(TABLES, H100) in ("blocked", "cudnn")
-    assert choose_attention(TABLES, find_gpu("v100-sxm2-32gb")) == "blocked"
-    assert choose_attention(with_key(TABLES, "model", "attention", "full"), H100) == ""
-    assert choose_attention({"model": {"target": "tests.test_plan:Plain"}}, H100) == ""
+    config, full = parse_config(TABLES), with_key(TABLES, "model", "attention", "full")
+    assert choose_attention(config, H100) in ("blocked", "cudnn")
+    assert choose_attention(config, find_gpu("v100-sxm2-32gb")) == "blocked"
+    assert choose_attention(parse_config(full), H100) == ""
+    plain = parse_config({"model": {"target": "tests.test_plan:Plain"}})
+    assert choose_attention(plain, H100) == ""
 
 
 def test_neighbours_in_a_group_are_as_far_apart_as_the_axes_after_theirs():
