@@ -1,5 +1,6 @@
 """jzero: ZeRO for JAX."""
 
+from jzero.checkpoint import Checkpoints
 from jzero.gpus import GPUS, Gpu
 from jzero.layers import block_params, run_layers
 from jzero.ledger import Ledger, collectives
@@ -15,6 +16,7 @@ from jzero.zero import Zero
 __all__ = [
     "GPUS",
     "POLICIES",
+    "Checkpoints",
     "Gpu",
     "Ledger",
     "Policy",

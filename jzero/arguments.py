@@ -1,6 +1,7 @@
 """CONFIG and the flags after it: a configuration from the command line."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import tyro
 
@@ -24,7 +25,20 @@ def parse_arguments(command: str, words: Sequence[str]) -> Config:
       SystemExit: help was asked for (0), or a flag is wrong (2); tyro has printed it.
     """
     path, flags = _split_path(command, words)
-    tables = {} if path is None else read_toml(path)
+    return parse_flags(command, {} if path is None else read_toml(path), flags, path)
+
+
+def parse_flags(
+    command: str, tables: dict[str, Any], flags: Sequence[str], path: str | None
+) -> Config:
+    """Sets what flags say over the tables of a file.
+
+    Args:
+      command: for the help text.
+      tables: from section to key to value.
+      flags: `--section.key value`, any number.
+      path: where the tables come from; None where there are none, to show help alone.
+    """
     for section, key in NAMING:
         value = _flag_value(flags, f"--{section}.{key}")
         if value is not None and isinstance(tables.setdefault(section, {}), dict):

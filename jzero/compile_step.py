@@ -29,8 +29,9 @@ from jzero.ledger import Ledger, collectives
 from jzero.precision import is_master
 from jzero.recipe import Setup, make_setup
 from jzero.schema import own_arguments
+from jzero.state import TrainState
 from jzero.timing import collective_seconds
-from jzero.train import TrainState, make_step
+from jzero.train import make_step
 from jzero.trees import named_leaves
 from jzero.virtual import virtual_mesh
 
@@ -64,8 +65,8 @@ def compile_step(job: Mapping[str, Any]) -> dict[str, Any]:
         config = parse_config(with_key(job["config"], "model", "attention", attention))
     setup = make_setup(config, mesh)
     state, step, others = abstract_step(setup)
-    compiled = step.lower(state, *others).compile()
-    rates = rates_of(gpu, setup)
+    compiled = _lowered(step, state, *others).compile()
+    rates = rates_of(gpu, mesh, str(setup.policy.compute_dtype))
     ledger = collectives(compiled, mesh=mesh, rates=rates, more_than=SCALARS)
     return {
         "memory": memory_of(setup, state, compiled.memory_analysis()),
@@ -74,7 +75,7 @@ def compile_step(job: Mapping[str, Any]) -> dict[str, Any]:
         "compute_s": (ledger.flops + _kernel_flops(setup, attention)) / rates.flops_per_s,
         "comm_s": ledger.seconds,
         "exposed_s": ledger.exposed_seconds,
-        "covered": ledger.covered,
+        "covered": ledger.covered if ledger.seconds else None,
         "attention": attention,
         "num_params": setup.num_params,
         "flops": setup.flops_per_token * setup.batch.train_batch_size * config.data.seq_len,
@@ -84,6 +85,24 @@ def compile_step(job: Mapping[str, Any]) -> dict[str, Any]:
         "cpu_s": time.process_time() - start,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def _lowered(step: Any, *args: Any) -> Any:
+    """The step, lowered.
+
+    Raises:
+      ValueError: it calls back to Python, which takes a GPU that is here.
+    """
+    try:
+        return step.lower(*args)
+    except RuntimeError as error:
+        if "Unknown backend" not in str(error):
+            raise
+        raise ValueError(
+            "the step calls back to Python (jax.debug.print, jax.pure_callback or the like), which "
+            "cannot be compiled for GPUs that are not here; leave the call out of the model to "
+            "plan it."
+        ) from error
 
 
 def gpu_of(fields: Mapping[str, Any]) -> Gpu:
@@ -149,15 +168,23 @@ def _shape(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtypeS
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def rates_of(gpu: Gpu, setup: Setup) -> Rates:
-    """What the ledger estimates seconds with: this GPU, its node and its network."""
-    mesh: Mesh = setup.zero.mesh
+def rates_of(gpu: Gpu, mesh: Mesh, dtype: str) -> Rates:
+    """What the ledger estimates seconds with: this GPU, its node and its network.
+
+    Args:
+      gpu: what each device of the mesh is.
+      mesh: whose axes lie in nodes as `virtual_mesh` lays them.
+      dtype: of the products, as `Gpu.peak_flops` takes it.
+
+    Raises:
+      ValueError: the GPU has no unit for that dtype.
+    """
 
     def link(row: Collective) -> float:
         stride = stride_of(mesh, row.axes)
         return collective_seconds(row.kind, row.payload_bytes, row.group_size, gpu, stride=stride)
 
-    peak = gpu.peak_flops(str(setup.policy.compute_dtype))
+    peak = gpu.peak_flops(dtype)
     memory = gpu.memory_efficiency * gpu.memory_bytes_per_s
     return Rates(flops_per_s=gpu.efficiency * peak, memory_bytes_per_s=memory, link=link)
 
@@ -180,10 +207,21 @@ def memory_of(setup: Setup, state: TrainState, memory: Any) -> dict[str, float]:
         "arguments": memory.argument_size_in_bytes,
         "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes,
-        "peak": memory.peak_memory_in_bytes,
+        "peak": peak_of(memory),
         "grads": report.grads_bytes,
         "logits": _logits_bytes(setup),
     }
+
+
+def peak_of(memory: Any) -> int:
+    """Bytes that a device must have free to run a program, of `compiled.memory_analysis()`.
+
+    XLA's own peak counts temporaries by when they live, and can be below what its runtime takes at
+    once: arguments, all temporaries and the results that are not written over arguments.
+    """
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+    return max(memory.peak_memory_in_bytes, taken)
 
 
 def _bytes(tree: Any) -> int:

@@ -10,7 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from jzero.policies import DTYPE_FIELDS, NONE
 from jzero.precision import DTYPES
@@ -44,6 +46,7 @@ class ModelConfig:
     """[model]: an import path, and the arguments of what it names."""
 
     target: str = "models.gpt2:GPT2"  # MODULE:NAME, importable from the current directory
+    init_from: str = ""  # start from these weights: a checkpoint, or a Hugging Face folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +212,30 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """[checkpoint]: how often the run is saved, where, and how it goes on from there."""
+
+    dir: str = ""  # left out: "checkpoints" in train.out_dir
+    every: int = 0  # steps from save to save, also at the end and on SIGTERM; 0: never
+    keep: int = 2  # so many of the latest steps
+    is_async: Annotated[bool, tyro.conf.arg(name="async")] = field(  # write beside the next steps
+        default=True, metadata={"key": "async"}
+    )
+    resume: Literal["auto", "never", "must"] = "auto"  # auto: from the latest step, where one is
+    on_failure: Literal["retry", "stop"] = "retry"  # of a save: try again later, or end the run
+
+    def __post_init__(self) -> None:
+        check_least(self, "checkpoint", 0, "every")
+        check_least(self, "checkpoint", 1, "keep")
+        if self.every:
+            return
+        for f in dataclasses.fields(self):
+            if f.name != "every" and getattr(self, f.name) != f.default:
+                mend = "it has no effect without checkpoint.every: set that, too, or leave it out"
+                refuse(self, "checkpoint", f.name, mend)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything a run needs to know; made by `load_config`."""
 
@@ -220,6 +247,12 @@ class Config:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints are, if any are made."""
+        return Path(self.checkpoint.dir or Path(self.train.out_dir) / "checkpoints")
 
 
 SECTIONS: dict[str, type] = {f.name: f.type for f in dataclasses.fields(Config)}  # type: ignore
@@ -286,7 +319,7 @@ def model_section(target: str) -> type[ModelConfig]:
     """
     arguments = []
     for name, parameter in parameters(import_target(target)).items():
-        if name in ("rngs", "param_dtype", "compute_dtype", "target"):
+        if name in ("rngs", "param_dtype", "compute_dtype", "target", "init_from"):
             continue
         hint = toml_type(parameter.annotation, parameter.default)
         is_required = parameter.default is parameter.empty

@@ -60,8 +60,13 @@ def open_corpus(cuts: DataConfig, model: ModelConfig) -> Corpus:
 
 
 @dataclass(frozen=True)
-class _Windows:
-    """seq_len + 1 tokens at each multiple of seq_len; the remainder at the end is left out."""
+class Windows:
+    """Rows of int32 (seq_len + 1,), at each multiple of seq_len; the end that is left is left out.
+
+    >>> windows = Windows(open_tokens("python-stdlib", max_bytes=100), seq_len=10)
+    >>> len(windows), windows[8].shape
+    (9, (11,))
+    """
 
     tokens: Tokens
     seq_len: int
@@ -90,6 +95,7 @@ class Batches:
       process_index: this process, 0 to num_processes - 1; it reads its share of the rows.
       num_processes: >= 1; divides global_batch_size.
       shuffle: False keeps the order of the stream.
+      start_row: rows that are left out before batch 0, >= 0: those an earlier run has read.
 
     Returns:
       `batches[step]`: int32 (global_batch_size / num_processes, seq_len + 1).
@@ -113,17 +119,18 @@ class Batches:
         process_index: int = 0,
         num_processes: int = 1,
         shuffle: bool = True,
+        start_row: int = 0,
     ):
         _check_window(tokens, seq_len)
         _check_shares(global_batch_size, process_index, num_processes)
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed {seed} is out of range; use 0 to {2**32 - 1}")
-        windows = grain.MapDataset.source(_Windows(tokens, seq_len))
+        windows = grain.MapDataset.source(Windows(tokens, seq_len))
         self._rows = (windows.shuffle(seed=seed) if shuffle else windows).repeat()
         self._num_steps = max(len(windows) // global_batch_size, 1)
         self._global_rows = global_batch_size
         self._local_rows = global_batch_size // num_processes
-        self._first_row = process_index * self._local_rows
+        self._first_row = start_row + process_index * self._local_rows
 
     def __len__(self) -> int:
         return self._num_steps

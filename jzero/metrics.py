@@ -106,6 +106,26 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [_parse_line(line, f"{path}:{i}") for i, line in enumerate(finished, 1) if line.strip()]
 
 
+def keep_until(path: str | Path, last_step: int) -> None:
+    """Drop what a metrics file says of later steps, and a last line that is not whole.
+
+    Args:
+        path: a `metrics.jsonl`; may be missing.
+        last_step: rows of steps up to this one stay.
+
+    Raises:
+        ValueError: as `read_metrics`.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    rows = [row for row in read_metrics(path) if row["step"] <= last_step]
+    lines = [json.dumps({name: _to_json(x) for name, x in row.items()}) + "\n" for row in rows]
+    part = path.with_suffix(".part")
+    part.write_text("".join(lines), encoding="utf-8")
+    part.replace(path)
+
+
 def plot_loss(
     metrics_path: str | Path,
     png_path: str | Path,

@@ -13,7 +13,7 @@ from rich.console import Console
 from jzero.config import TrainConfig, profile_steps
 from jzero.data import Corpus
 from jzero.gpus import peak_flops
-from jzero.metrics import METRICS_FILE, MetricsWriter
+from jzero.metrics import METRICS_FILE, MetricsWriter, keep_until
 from jzero.policies import DTYPE_FIELDS
 from jzero.rates import make_momentum
 from jzero.recipe import Setup
@@ -43,6 +43,7 @@ class Log:
     lag: int  # steps in flight while an earlier one is printed
     names: list[str]  # of the parameters with a gradient, in tree order
     max_skips_in_a_row: int
+    first_step: int = 1  # of this process
     skipped_steps: int = 0
     pending: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     since: float = field(default_factory=time.perf_counter)
@@ -71,8 +72,8 @@ class Log:
         """Takes what a step measured, as device arrays; prints where an interval is over."""
         self.pending.append((step, metrics))
         self.progress.advance(step)
-        if step == 1 or (step > self.lag and (step - self.lag) % self.log_every == 0):
-            self.flush(max(step - self.lag, 1))
+        if step == self.first_step or (step > self.lag and (step - self.lag) % self.log_every == 0):
+            self.flush(max(step - self.lag, self.first_step))
 
     def flush(self, last: int) -> None:
         """Fetches and writes what steps up to `last` measured, and prints a line.
@@ -91,11 +92,11 @@ class Log:
             written = {name: row[name] for name in WRITTEN if name in row}
             self._write(step, **({"skipped_steps": 0} | written))
             self._check(step, row)
-        if last == 1:
-            self.print(f"step 1 compiled and done in {seconds:.1f} s")
+        if last == self.first_step:
+            self.print(f"step {last} compiled and done in {seconds:.1f} s")
         line = self._step_line(*rows[-1], seconds / len(rows), wait_s / len(rows))
         self.print(line.format())
-        if last > 1:
+        if last > self.first_step:
             self._write(last, step_ms=line.step_ms, tokens_per_s=line.tokens_per_s)
         self._restart()
 
@@ -153,17 +154,27 @@ class Log:
             mfu=flops / self.peak_flops if flops and self.peak_flops else None,
             skipped_steps=self.skipped_steps,
             memory_bytes=stats.get("peak_bytes_in_use"),
-            eta_s=None if step == 1 else step_s * (self.num_steps - step),
+            eta_s=None if step == self.first_step else step_s * (self.num_steps - step),
         )
 
 
-def open_log(setup: Setup, console: Console, is_first: bool) -> Log:
-    """The log of a run, and its metrics file; only the first process writes."""
+def open_log(
+    setup: Setup, console: Console, is_first: bool, start_step: int = 0, skipped_steps: int = 0
+) -> Log:
+    """The log of a run, and its metrics file; only the first process writes.
+
+    Args:
+      setup: of the run.
+      console: to print on.
+      is_first: whether this process writes.
+      start_step: steps that were done before it was started, and `skipped_steps` of them skipped.
+      skipped_steps: of those.
+    """
     config, device = setup.config, jax.devices()[0]
     settings, is_cpu = config.train, device.platform == "cpu"
     return Log(
         progress=Progress(settings.num_steps, console=console),
-        writer=open_writer(settings) if is_first else None,
+        writer=open_writer(settings, start_step) if is_first else None,
         num_steps=settings.num_steps,
         log_every=settings.log_every,
         tokens_per_step=setup.batch.train_batch_size * config.data.seq_len,
@@ -172,13 +183,23 @@ def open_log(setup: Setup, console: Console, is_first: bool) -> Log:
         lag=0 if is_cpu else 1,
         names=trained_names(setup.abstract),
         max_skips_in_a_row=config.precision.max_skips_in_a_row,
+        first_step=start_step + 1,
+        skipped_steps=skipped_steps,
     )
 
 
-def open_writer(settings: TrainConfig) -> MetricsWriter:
-    """A new metrics file; an earlier run's is kept beside it."""
+def open_writer(settings: TrainConfig, start_step: int = 0) -> MetricsWriter:
+    """The metrics file of a run; that of an earlier run is kept beside it.
+
+    Args:
+      settings: of [train].
+      start_step: of a run that goes on: what was written of later steps is dropped, for they come
+        again.
+    """
     path = Path(settings.out_dir) / METRICS_FILE
-    if path.exists():
+    if start_step:
+        keep_until(path, start_step)
+    elif path.exists():
         path.replace(path.with_suffix(".previous.jsonl"))
     wandb = {"project": settings.wandb} if settings.wandb else None
     return MetricsWriter(settings.out_dir, tensorboard=settings.tensorboard, wandb=wandb)
@@ -249,7 +270,18 @@ def start_rows(setup: Setup, corpus: Corpus) -> list[tuple[str, str]]:
         ),
         ("FLOPs", f"{format_count(flops)} a token: 6 N + 12 L d T, as PaLM counts; remat is not"),
         ("output", settings.out_dir),
+        ("checkpoints", _checkpoints(setup)),
     ]
+
+
+def _checkpoints(setup: Setup) -> str:
+    """Where the run is saved, and how often."""
+    settings = setup.config.checkpoint
+    if not settings.every:
+        return "none: nothing of this run can be continued or sampled; checkpoint.every sets them"
+    how = "in the background" if settings.is_async else "while the run waits"
+    where = f"{setup.config.checkpoint_dir}, the latest {settings.keep} kept, {how}"
+    return f"every {settings.every} steps in {where}"
 
 
 def _optimizer(setup: Setup) -> str:

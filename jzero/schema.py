@@ -11,7 +11,7 @@ import math
 import tomllib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, fields, make_dataclass
+from dataclasses import Field, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -232,7 +232,7 @@ def extended(base: type, arguments: Iterable[tuple[str, Any, Any]]) -> Any:
 
 def own_arguments(section: Any) -> dict[str, Any]:
     """The values of a section that belong to what it names, by argument."""
-    return {f.name: getattr(section, f.name) for f in fields(section) if f.metadata}
+    return {f.name: getattr(section, f.name) for f in fields(section) if f.metadata == OWN}
 
 
 def check_section(name: str, table: Any, sections: Mapping[str, type]) -> None:
@@ -249,7 +249,7 @@ def check_section(name: str, table: Any, sections: Mapping[str, type]) -> None:
 
 def _home(key: str, sections: Mapping[str, type]) -> str | None:
     """The section that has a key of this name."""
-    homes = (s for s, kind in sections.items() if key in {f.name for f in fields(kind)})
+    homes = (s for s, kind in sections.items() if key in {key_of(f) for f in fields(kind)})
     return next(homes, None)
 
 
@@ -257,22 +257,29 @@ def parse_section(
     section: str, kind: type, table: dict[str, Any], sections: Mapping[str, type], absent: Any
 ) -> Any:
     """Makes a section of its table; `absent` as in `jzero.config.parse_config`."""
-    hints = get_type_hints(kind)
+    types_by_name = get_type_hints(kind)
+    hints = {key_of(f): types_by_name[f.name] for f in fields(kind)}
     for key in table:
         if key not in hints:
             named = table.get("name") or table.get("target")
             raise ValueError(_unknown_key(section, key, list(hints), sections, named))
     values = {key: typed(value, hints[key], section, key) for key, value in table.items()}
     for f in fields(kind):
-        if f.name in values or f.default is not f.default_factory:  # both MISSING where required
+        key = key_of(f)
+        if key in values or f.default is not f.default_factory:  # both MISSING where required
             continue
         if absent is ABSENT:
             raise ValueError(
-                f"[{section}] lacks {f.name!r}, which {table.get('target', table.get('name'))} "
-                f"needs; give it a value of type {_type_name(hints[f.name])}."
+                f"[{section}] lacks {key!r}, which {table.get('target', table.get('name'))} "
+                f"needs; give it a value of type {_type_name(hints[key])}."
             )
-        values[f.name] = absent
-    return kind(**values)
+        values[key] = absent
+    return kind(**{f.name: values[key_of(f)] for f in fields(kind) if key_of(f) in values})
+
+
+def key_of(f: Field[Any]) -> str:
+    """What a field is called in a file: its name, unless Python has that word for itself."""
+    return f.metadata.get("key", f.name)
 
 
 def _unknown_key(

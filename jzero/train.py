@@ -1,5 +1,6 @@
 """The main job: a model of the user's, trained under ZeRO as a configuration says."""
 
+import contextlib
 import functools
 import importlib.util
 import math
@@ -7,36 +8,40 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from jzero.config import Config, TrainConfig
 from jzero.data import Batches, Corpus, open_corpus, prefetch
+from jzero.evaluate import make_summed_loss
 from jzero.layout import is_floating
 from jzero.metrics import METRICS_FILE, plot_loss
 from jzero.options import compiler_options
-from jzero.outputs import split_loss
+from jzero.ownership import Owner
 from jzero.recipe import Setup, check_rows, make_setup, trace_loss
+from jzero.resume import Start, find_start, run_info
 from jzero.runlog import Log, Tracer, open_log, start_rows
 from jzero.sample import write_sample
+from jzero.saving import Saver
 from jzero.skips import loss_scale, skip_counts, was_skipped
+from jzero.state import TrainState, graphdef_of, replicated, state_parts
+from jzero.stopping import Stopper
 from jzero.terminal import print_table
 from jzero.tokens import Tokens
+from jzero.weights import open_weights
 
 EXTRAS = {"plot": "matplotlib", "tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to; losses are in nats per token."""
+    """What a run came to; losses are in nats per token, NaN where the run was stopped before."""
 
     steps: int
     loss: float  # of the last step
@@ -44,6 +49,7 @@ class Result:
     bigram_bits: float | None  # of the validation data, per byte; None for other tokens
     sample: str | None
     out_dir: Path
+    stopped_by: str | None = None  # the signal that ended it early, "SIGTERM" or "SIGINT"
 
 
 @dataclass(frozen=True)
@@ -52,19 +58,12 @@ class Job:
 
     setup: Setup
     corpus: Corpus
-
-
-class TrainState(NamedTuple):
-    """What a step takes and gives back."""
-
-    params: Any  # nnx.State of nnx.Param, at rest
-    others: Any  # nnx.State of the model's other Variables
-    opt_state: optax.OptState
-    step: jax.Array  # int32 (), steps done
+    start: Start
+    owner: Owner | None = None  # of the directory of checkpoints, where there is one
 
 
 def train(config: Config, console: Console | None = None) -> Result:
-    """Trains a model from its initialisation to the last step.
+    """Trains a model to the last step, from its latest checkpoint where it has one.
 
     Args:
       config: from `jzero.config.load_config`.
@@ -77,6 +76,7 @@ def train(config: Config, console: Console | None = None) -> Result:
       ValueError: configuration or data that cannot work, before anything is compiled.
       FloatingPointError: the loss is not finite, or steps are skipped that no lower loss scale can
         mend; names the step.
+      SaveError: a checkpoint cannot be saved, in several tries.
     """
     return run_job(prepare(config), console)
 
@@ -85,13 +85,15 @@ def prepare(config: Config) -> Job:
     """Makes the setup of a run and opens its data; every check comes here, before any compile.
 
     Raises:
-      ValueError: configuration or data that cannot work.
+      ValueError: configuration, data or checkpoints that cannot work.
     """
     _check_extras(config.train)
     setup = make_setup(config)
     corpus = open_corpus(config.data, config.model)
     check_rows(setup.batch.train_batch_size, corpus.train.size, config.data.seq_len)
-    return Job(setup, corpus)
+    start = find_start(setup, functools.partial(open_weights, target=config.model.target))
+    owner = Owner(config.checkpoint_dir) if config.checkpoint.every else None
+    return Job(setup, corpus, start, owner)
 
 
 def make_step(setup: Setup, graphdef: Any) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
@@ -150,26 +152,25 @@ def _unless_skipped(new: Any, state: TrainState, opt_state: Any) -> Any:
     return jax.tree.map(pick, new, state.others)
 
 
-def init_state(setup: Setup, key: jax.Array) -> tuple[Any, TrainState]:
-    """The model's static part, and the first state, born partitioned."""
-    model = setup.zero.init(setup.make_model, key)
-    graphdef, params, others = nnx.split(model, nnx.Param, ...)
-    step = jax.device_put(np.int32(0), NamedSharding(setup.zero.mesh, P()))
-    return graphdef, TrainState(params, others, setup.tx.init(params), step)
-
-
 def run_job(job: Job, console: Console | None = None) -> Result:
     """Trains, evaluates, samples and draws; see `train`."""
-    setup, corpus = job.setup, job.corpus
+    setup, corpus, start = job.setup, job.corpus, job.start
     config, is_first = setup.config, jax.process_index() == 0
     console = (console or Console()) if is_first else Console(quiet=True)
     trace_loss(setup)
     print_table("jzero train", start_rows(setup, corpus), console)
-    init_key, step_key, sample_key = jax.random.split(jax.random.key(config.train.seed), 3)
-    graphdef, state = init_state(setup, init_key)
+    init_key, run_key, sample_key = jax.random.split(jax.random.key(config.train.seed), 3)
+    graphdef, (state, key) = graphdef_of(setup), start.make(init_key, run_key)
+    skipped_steps = int(_num_skipped(state.opt_state))
     evaluate = _make_evaluate(job, graphdef)
-    with open_log(setup, console, is_first) as log:
-        state = _run_steps(job, make_step(setup, graphdef), state, step_key, evaluate, log)
+    with open_log(setup, console, is_first, start.step, skipped_steps) as log:
+        for note in start.notes:
+            log.print(note)
+        state, stopped_by = _run_steps(
+            job, make_step(setup, graphdef), state, replicated(setup, key), evaluate, log
+        )
+        if stopped_by is not None:
+            return _stopped(log, stopped_by, int(state.step), Path(config.train.out_dir))
         val_loss = log.write_validation(config.train.num_steps, evaluate(state))
         if log.skipped_steps:
             log.print(f"{log.skipped_steps} of {config.train.num_steps} steps were skipped")
@@ -184,27 +185,68 @@ def run_job(job: Job, console: Console | None = None) -> Result:
     return Result(steps, loss, val_loss, corpus.bigram_bits, sample, out_dir)
 
 
+def _stopped(log: Log, signal_name: str, step: int, out_dir: Path) -> Result:
+    log.print(
+        f"stopped by {signal_name} after step {step}, which is saved; the same command goes on "
+        "from there"
+    )
+    return Result(step, log.last_loss, math.nan, None, None, out_dir, signal_name)
+
+
 def _run_steps(
     job: Job, step_fn: Any, state: TrainState, key: jax.Array, evaluate: Any, log: Log
-) -> TrainState:
-    setup, settings = job.setup, job.setup.config.train
-    key = jax.device_put(key, NamedSharding(setup.zero.mesh, P()))
+) -> tuple[TrainState, str | None]:
+    """Runs the steps that are left; also tells which signal ended them early, if one did."""
+    setup, settings, start = job.setup, job.setup.config.train, job.start
     # XLA's CPU collectives starve with several steps in flight; a GPU is to be kept busy.
     waits = jax.default_backend() == "cpu"
-    batches = _batches(setup, job.corpus.train, setup.batch.train_batch_size)
+    num_rows = setup.batch.train_batch_size
+    batches = _batches(setup, job.corpus.train, num_rows, start.num_rows)
     tracer = Tracer(settings, log.is_first)
-    for step, rows in enumerate(_timed(prefetch(batches), settings.num_steps, log), 1):
-        tracer.before(step, state)
-        state, metrics = step_fn(state, setup.place(rows), key)
-        if waits:
-            jax.block_until_ready((state, metrics))
-        tracer.after(step, state)
-        log.add(step, metrics)
-        if settings.eval_every and step % settings.eval_every == 0 and step < settings.num_steps:
-            log.flush(step)
-            log.write_validation(step, evaluate(state))
-    log.flush(settings.num_steps)
-    return state
+    num_left = max(settings.num_steps - start.step, 0)
+    if not num_left:
+        log.print(f"nothing is left to train: {start.step} of {settings.num_steps} steps are done")
+    tokens = "bytes" if job.corpus.is_bytes else "ids"
+
+    def info(step: int) -> dict[str, Any]:
+        return run_info(setup, start.num_rows + (step - start.step) * num_rows, tokens)
+
+    with _saving(job, log) as (saver, stopper):
+        step = start.step
+        for step, rows in enumerate(_timed(prefetch(batches), num_left, log), start.step + 1):
+            tracer.before(step, state)
+            state, metrics = step_fn(state, setup.place(rows), key)
+            if waits:
+                jax.block_until_ready((state, metrics))
+            tracer.after(step, state)
+            log.add(step, metrics)
+            parts = functools.partial(state_parts, state, key)
+            if stopper.wish is not None:
+                break
+            if saver is not None:
+                saver.after(step, parts, info(step))
+            if settings.eval_every and step % settings.eval_every == 0 < settings.num_steps - step:
+                log.flush(step)
+                log.write_validation(step, evaluate(state))
+        log.flush(step)
+        if saver is not None and step > start.step:
+            saver.finish(step, functools.partial(state_parts, state, key), info(step))
+    return state, stopper.wish
+
+
+@contextlib.contextmanager
+def _saving(job: Job, log: Log) -> Iterator[tuple[Saver | None, Stopper]]:
+    """What saves the run and hears signals; a run that saves nothing dies of them."""
+    stopper = Stopper()
+    if job.owner is None:
+        yield None, stopper
+        return
+    saver = Saver(job.setup.config.checkpoint, job.owner, job.setup.zero, log.print)
+    try:
+        with stopper:
+            yield saver, stopper
+    finally:
+        saver.close()
 
 
 def _timed(batches: Iterator[np.ndarray], num_steps: int, log: Log) -> Iterator[np.ndarray]:
@@ -215,7 +257,7 @@ def _timed(batches: Iterator[np.ndarray], num_steps: int, log: Log) -> Iterator[
         yield rows
 
 
-def _batches(setup: Setup, tokens: Tokens, num_rows: int) -> Batches:
+def _batches(setup: Setup, tokens: Tokens, num_rows: int, start_row: int = 0) -> Batches:
     """This process's share of batches of so many rows over all processes."""
     cuts = setup.config.data
     return Batches(
@@ -225,18 +267,14 @@ def _batches(setup: Setup, tokens: Tokens, num_rows: int) -> Batches:
         seed=cuts.seed,
         process_index=jax.process_index(),
         num_processes=jax.process_count(),
+        start_row=start_row,
     )
 
 
 def _make_evaluate(job: Job, graphdef: Any) -> Callable[[TrainState], float]:
     """Mean loss over validation batches that are the same ones each time."""
     setup = job.setup
-
-    def weighted(*args: Any) -> tuple[jax.Array, Any]:
-        total, weight, _ = split_loss(setup.loss_fn(*args), has_aux=False)
-        return total, jnp.ones(()) if weight is None else weight
-
-    loss_fn = setup.zero.apply(weighted)
+    loss_fn = make_summed_loss(setup)
     batches = _batches(setup, job.corpus.val, setup.rows)
     num_batches = min(setup.config.train.eval_batches, len(batches))
 

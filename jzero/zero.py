@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,13 @@ from jzero.precision import floating_dtype, with_state_dtype
 from jzero.report import Report
 from jzero.sent import added_bytes
 from jzero.trees import abstract_leaves, check_against, named_leaves, param_tree, select, split
+
+
+class AtRest(NamedTuple):
+    """Where an array is between steps."""
+
+    shape: tuple[int, ...]  # logical
+    at_rest: jax.ShapeDtypeStruct  # padded, with its sharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -516,18 +523,40 @@ class Zero:
           The same tree of ShapeDtypeStructs; a module's other Variables are replicated.
         """
         graphdef, params, state = _parts(tree)
-        leaves, treedef = named_leaves(params)
+        rest = [x.at_rest for x in self._rest_of(params)]
+        state = jax.tree.map(lambda x: self._replicated(x).at_rest, state)
+        return _whole(graphdef, jax.tree.unflatten(jax.tree.structure(params), rest), state)
+
+    def at_rest(self, tree: Any) -> dict[str, AtRest]:
+        """Returns the logical shape and the place at rest of each leaf, by name, for checkpoints.
+
+        Args:
+          tree: as in `abstract`, arrays or shapes. Of a module its other Variables are there, too.
+        """
+        _, params, state = _parts(tree)
+        rows = dict(zip(named_leaves(params)[0], self._rest_of(params), strict=True))
+        return rows | {n: self._replicated(x) for n, x in named_leaves(state)[0].items()}
+
+    def replicated(self, tree: Any) -> dict[str, AtRest]:
+        """As `at_rest`, of a tree that every device holds whole: a step's number, say."""
+        return {n: self._replicated(x) for n, x in named_leaves(tree)[0].items()}
+
+    def _replicated(self, x: Any) -> AtRest:
+        sharding = meshes.named_sharding(self.mesh, P(), x.ndim)
+        shape = tuple(x.shape)
+        return AtRest(shape, jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding))
+
+    def _rest_of(self, tree: Any) -> list[AtRest]:
+        """Of parameters or an optimizer state, in the order of its leaves."""
+        leaves = named_leaves(tree)[0]
+        if not leaves:  # the state of plain SGD
+            return []
         known = self._memo.layout or {}
         is_params = all(name in known for name in leaves)
-        layout = self._layout_of(abstract_leaves(params)).values() if is_params else None
+        layout = self._layout_of(abstract_leaves(tree)).values() if is_params else None
         cut = self._cuts_params if is_params else STAGES[self.stage].state
         rows = zip(leaves.values(), layout or self._memo.find(leaves), strict=True)
-        shapes = [self._abstract_leaf(x.dtype, leaf, cut) for x, leaf in rows]
-        whole = functools.partial(meshes.named_sharding, self.mesh, P())
-        state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole(x.ndim)), state
-        )
-        return _whole(graphdef, jax.tree.unflatten(treedef, shapes), state)
+        return [AtRest(x.shape, self._abstract_leaf(y.dtype, x, cut)) for y, x in rows]
 
     def _abstract_leaf(self, dtype: Any, leaf: Leaf, is_cut: bool) -> jax.ShapeDtypeStruct:
         shape = leaf.rest_shape if is_cut else leaf.shape

@@ -1,20 +1,20 @@
 """GPT-2 (Radford et al., 2019) in Flax NNX, with the names of the Hugging Face checkpoint.
 
-Pre-LN blocks, tanh GELU, tied head. Weights are stored in `param_dtype` and multiplied in
-`compute_dtype`; statistics and softmax are float32 or wider.
+Pre-LN blocks, tanh GELU, a head that is the token table unless told otherwise. Weights are stored
+in `param_dtype` and multiplied in `compute_dtype`; statistics and softmax are float32 or wider.
 
 Letters: B batch, T time, D embed, H heads, K head dim (D = H K), V vocab, P positions, F mlp
 (F = 4 D).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
+from models import huggingface
 from models.attention import ATTENTIONS, causal_attention
 from models.layers import (
     INIT_STDDEV,
@@ -81,13 +81,14 @@ class GPT2(nnx.Module):
     """The language model; its arguments are what a config file may set.
 
     Args:
-      vocab_size: rows of the token table and of the tied head.
+      vocab_size: rows of the token table and of the head.
       num_positions: longest sequence.
       num_layers, num_heads: at least 1.
       embed_dim: divisible by num_heads.
       dropout: share, in [0, 1), of embeddings, attention probabilities and residual branches that
         becomes zero where a call is given a key.
       layer_norm_eps: added to the variance.
+      tied: whether the token table is the head, too; otherwise that is a table of its own.
       attention: "auto", "cudnn", "blocked" or "full"; see `models.attention.causal_attention`.
       remat: "none", "full" or "dots"; see `models.layers.run_layers`.
       loss_chunk: positions whose logits `loss` holds at once; None holds all.
@@ -104,6 +105,10 @@ class GPT2(nnx.Module):
     ((1, 4, 7), ())
     """
 
+    arguments_from_huggingface = staticmethod(huggingface.arguments_from_huggingface)
+    huggingface_config = staticmethod(huggingface.huggingface_config)
+    huggingface_names = staticmethod(huggingface.huggingface_names)
+
     def __init__(
         self,
         *,
@@ -114,6 +119,7 @@ class GPT2(nnx.Module):
         embed_dim: int = 768,
         dropout: float = 0.0,
         layer_norm_eps: float = 1e-5,
+        tied: bool = True,
         attention: str = "auto",
         remat: str = "full",
         loss_chunk: int | None = None,
@@ -135,7 +141,7 @@ class GPT2(nnx.Module):
         _check_dtypes({"param_dtype": param_dtype, "compute_dtype": compute_dtype})
         self.num_layers, self.num_positions = num_layers, num_positions
         self.dropout, self.remat, self.loss_chunk = dropout, remat, loss_chunk
-        self.compute_dtype = compute_dtype
+        self.compute_dtype, self.tied = compute_dtype, tied
         stddev = INIT_STDDEV / (2 * num_layers) ** 0.5  # two residual branches a layer
 
         @nnx.split_rngs(splits=num_layers)
@@ -148,6 +154,8 @@ class GPT2(nnx.Module):
         self.wpe = Embedding(num_positions, embed_dim, param_dtype, rngs)
         self.h = make_layers(rngs)
         self.ln_f = LayerNorm(embed_dim, layer_norm_eps, param_dtype)
+        if not tied:  # last: the other weights are those of the tied model
+            self.lm_head = Embedding(vocab_size, embed_dim, param_dtype, rngs)
 
     def __call__(
         self,
@@ -171,7 +179,8 @@ class GPT2(nnx.Module):
         """
         wte_VD = self.wte.weight[...]
         hidden_BTD = self._hidden(wte_VD, tokens_BT, key, run_layers)
-        return wide_einsum("btd,vd->btv", hidden_BTD, wte_VD.astype(hidden_BTD.dtype))  # (B, T, V)
+        head_VD = self._head(wte_VD).astype(hidden_BTD.dtype)
+        return wide_einsum("btd,vd->btv", hidden_BTD, head_VD)  # (B, T, V)
 
     def hidden(
         self,
@@ -204,7 +213,12 @@ class GPT2(nnx.Module):
         """
         wte_VD = self.wte.weight[...]  # read once: a hook on it may be a collective
         hidden_BTD = self._hidden(wte_VD, tokens_BT1[:, :-1], key, run_layers)
-        return cross_entropy(hidden_BTD, wte_VD, tokens_BT1[:, 1:], chunk=self.loss_chunk)
+        head_VD = self._head(wte_VD)
+        return cross_entropy(hidden_BTD, head_VD, tokens_BT1[:, 1:], chunk=self.loss_chunk)
+
+    def _head(self, wte_VD: jax.Array) -> jax.Array:
+        """The head's table, given the token table as it was read: read once where they are one."""
+        return wte_VD if self.tied else self.lm_head.weight[...]
 
     def _hidden(self, wte_VD, tokens_BT, key, run_layers) -> jax.Array:
         _check_tokens(tokens_BT, self.num_positions)
@@ -217,72 +231,6 @@ class GPT2(nnx.Module):
         keys = None if layers_key is None else jax.random.split(layers_key, self.num_layers)
         x_BTD = run_layers(_run_block, self.h, x_BTD, remat=self.remat, keys=keys)
         return self.ln_f(x_BTD)
-
-
-def from_huggingface(tensors: Mapping[str, np.ndarray], model: GPT2) -> GPT2:
-    """A model with the weights of a Hugging Face GPT-2 checkpoint, in `model`'s dtypes.
-
-    Args:
-      tensors: checkpoint by name, with or without the prefix "transformer."; attention masks are
-        passed over, and so is `lm_head.weight` where it equals `wte.weight`.
-      model: fixes the sizes; it stays as it is, and may be abstract (`nnx.eval_shape`).
-
-    Returns:
-      A new GPT2.
-
-    Raises:
-      ValueError: tensors are missing, left over or of another shape; all are named.
-    """
-    tensors = _without_prefix_and_buffers(tensors)
-    graphdef, state = nnx.split(model)
-    flat = dict(nnx.to_flat_state(state))
-    names = {path: _tensor_names(path, model.num_layers) for path in flat}
-    shapes = {
-        name: var.shape[1:] if path[0] == "h" else var.shape
-        for path, var in flat.items()
-        for name in names[path]
-    }
-    _check_tensors(tensors, shapes)
-
-    def load(path, var):
-        values = [tensors[name] for name in names[path]]
-        return var.replace(
-            jnp.asarray(np.stack(values) if path[0] == "h" else values[0], var.dtype)
-        )
-
-    loaded = {path: load(path, var) for path, var in flat.items()}
-    return nnx.merge(graphdef, nnx.from_flat_state(loaded))
-
-
-def _tensor_names(path: tuple[Any, ...], num_layers: int) -> list[str]:
-    """The checkpoint's names for one Variable: one, or one for each layer of the stack."""
-    if path[0] != "h":
-        return [".".join(path)]
-    return [".".join(("h", str(i), *path[1:])) for i in range(num_layers)]
-
-
-def _without_prefix_and_buffers(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    found = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    found = {k: v for k, v in found.items() if not k.endswith((".attn.bias", ".attn.masked_bias"))}
-    head, wte = found.get("lm_head.weight"), found.get("wte.weight")
-    if head is not None and wte is not None and np.array_equal(head, wte):
-        del found["lm_head.weight"]
-    return found
-
-
-def _check_tensors(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple]) -> None:
-    bad = [f"missing {name} {shape}" for name, shape in shapes.items() if name not in tensors]
-    bad += [f"unexpected {name} {tensors[name].shape}" for name in tensors if name not in shapes]
-    bad += [
-        f"wrong shape {name} {tensors[name].shape}, the model has {shape}"
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if bad:
-        raise ValueError(
-            "The checkpoint does not fit the model; give the model the sizes of the checkpoint's"
-            " config.json, and tie its head:\n  " + "\n  ".join(bad)
-        )
 
 
 def _run_block(layer: Block, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:

@@ -31,7 +31,8 @@ from jzero.plan import (
     with_stage,
 )
 from jzero.recipe import Setup, make_setup
-from jzero.train import init_state, make_step
+from jzero.state import graphdef_of, init_state
+from jzero.train import make_step
 
 CONFIGS = ["configs/gpt2_124m.toml", "configs/gpt2_355m.toml", "configs/gpt2_774m.toml"]
 WARMUP, STEPS = 3, 10
@@ -51,7 +52,7 @@ def planned(config: Config, gpu: Gpu, num_gpus: int) -> tuple[float, float]:
 
 def measured(setup: Setup, num_steps: int = STEPS) -> tuple[int | None, float]:
     """Peak in bytes (None where the backend does not tell) and seconds of a step, run here."""
-    graphdef, state = init_state(setup, jax.random.key(0))
+    graphdef, state = graphdef_of(setup), init_state(setup, jax.random.key(0))
     step = make_step(setup, graphdef)
     batch, seq_len = setup.batch.train_batch_size, setup.config.data.seq_len
     vocab = getattr(setup.config.model, "vocab_size", 256)

@@ -20,8 +20,9 @@ from jzero.rates import decay_mask, make_optimizer
 from jzero.recipe import make_loss_fn, make_setup
 from jzero.runlog import open_writer, start_rows
 from jzero.sample import generate
+from jzero.state import graphdef_of, init_state
 from jzero.tokens import write_nanogpt_bin
-from jzero.train import EXTRAS, Result, init_state, make_step, prepare, train
+from jzero.train import EXTRAS, Result, make_step, prepare, train
 from models.gpt2 import GPT2
 
 # What is claimed here is of the loop around the program.
@@ -178,7 +179,7 @@ def of_model(
 
 def losses_of(setup: Any, batches: Any) -> list[float]:
     """Losses of steps on these batches, without a run around them."""
-    graphdef, state = init_state(setup, jax.random.key(0))
+    graphdef, state = graphdef_of(setup), init_state(setup, jax.random.key(0))
     step, losses = make_step(setup, graphdef), []
     for rows in batches:
         state, metrics = step(state, setup.place(rows), jax.random.key(1))
@@ -188,7 +189,7 @@ def losses_of(setup: Any, batches: Any) -> list[float]:
 
 def test_a_step_takes_its_state_over_and_compiles_once(text, tmp_path):
     setup = make_setup(of_model(Counted, text, tmp_path, stage=3, optimizer="adamw"))
-    graphdef, state = init_state(setup, jax.random.key(0))
+    graphdef, state = graphdef_of(setup), init_state(setup, jax.random.key(0))
     step = make_step(setup, graphdef)
     key = jax.random.key(1)
     first = state
@@ -208,7 +209,7 @@ def test_a_model_without_a_loss_is_trained_on_its_logits_and_keeps_its_state(tex
     assert result.loss < math.log(256)
     assert result.sample is not None
     setup = make_setup(config)
-    graphdef, state = init_state(setup, jax.random.key(0))
+    graphdef, state = graphdef_of(setup), init_state(setup, jax.random.key(0))
     rows, key = np.zeros((8, 17), np.int32), jax.random.key(1)
     state, _ = make_step(setup, graphdef)(state, setup.place(rows), key)
     assert float(jax.tree.leaves(state.others)[0]) == 1.0
@@ -223,7 +224,7 @@ def test_microbatches_give_the_curve_of_rows_that_are_together(text, tmp_path):
 
 def test_the_model_is_called_once_for_each_microbatch(text, tmp_path):
     setup = make_setup(of_model(Counted, text, tmp_path, num_microbatches=2))
-    graphdef, state = init_state(setup, jax.random.key(0))
+    graphdef, state = graphdef_of(setup), init_state(setup, jax.random.key(0))
     rows = setup.place(np.zeros((16, 17), np.int32))
     state, _ = make_step(setup, graphdef)(state, rows, jax.random.key(1))
     assert float(jax.tree.leaves(state.others)[0]) == 2.0

@@ -15,7 +15,8 @@ from jzero.config import parse_config
 from jzero.metrics import read_metrics
 from jzero.recipe import make_setup
 from jzero.runlog import start_rows
-from jzero.train import init_state, make_step, prepare, train
+from jzero.state import graphdef_of, init_state
+from jzero.train import make_step, prepare, train
 from jzero.trees import named_leaves
 
 # What is claimed here is of the loop around the program.
@@ -98,7 +99,7 @@ def test_everything_is_stored_in_the_dtype_the_table_says(
     text, tmp_path, precision, stored, moments, master, scale
 ):
     setup = make_setup(config_of(Small, text, tmp_path, precision=precision))
-    _, state = init_state(setup, jax.random.key(0))
+    state = init_state(setup, jax.random.key(0))
     inner = state.opt_state
     assert dtypes(state.params) == {stored}
     if scale is not None:
@@ -149,7 +150,7 @@ def test_an_overflow_on_one_device_changes_nothing_on_any(text, tmp_path, stage,
         Overflowing, text, tmp_path, precision={"policy": policy}, zero={"stage": stage}
     )
     setup = make_setup(config)
-    graphdef, state = init_state(setup, jax.random.key(0))
+    graphdef, state = graphdef_of(setup), init_state(setup, jax.random.key(0))
     step = make_step(setup, graphdef)
     lrs = []
     for rows, is_bad in zip(rows_of([False, True, False]), [False, True, False], strict=True):
@@ -236,7 +237,7 @@ def test_the_gradient_norm_is_the_same_at_every_stage_size_and_scale(text, tmp_p
             devices = jax.devices()[:num_devices]
             patch.setattr("jzero.mesh.jax.devices", lambda devices=devices: devices)
             setup = make_setup(config)
-        graphdef, state = init_state(setup, jax.random.key(0))
+        graphdef, state = graphdef_of(setup), init_state(setup, jax.random.key(0))
         step = make_step(setup, graphdef)
         metrics = jax.block_until_ready(step(state, setup.place(rows), jax.random.key(0))[1])
         norms.append(float(metrics["grad_norm"]))
@@ -247,7 +248,7 @@ def test_the_gradient_norm_is_the_same_at_every_stage_size_and_scale(text, tmp_p
 def test_a_loss_with_a_weight_trains_and_is_validated_over_what_counts(text, tmp_path):
     config = config_of(Masked, text, tmp_path, train={"num_microbatches": 2, "eval_batches": 2})
     setup = make_setup(config)
-    graphdef, state = init_state(setup, jax.random.key(0))
+    graphdef, state = graphdef_of(setup), init_state(setup, jax.random.key(0))
     (rows,) = rows_of([False], 16)
     rows[: len(rows) // 2] = 32  # a whole microbatch that does not count
     rows[0, 3:] = 40
