@@ -23,7 +23,8 @@ import tensorstore as ts
 from jzero.layout import is_key
 from jzero.source import Index, Source
 
-CHUNK_BYTES = 16 << 20  # of one file: what a reader of any smaller piece has to hold
+CHUNK_BYTES = 8 << 20  # of one file: what a reader of any smaller piece has to hold
+NUM_READS = 4  # files that are read at the same time
 MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
 NUM_OPEN = 8  # arrays that are written at the same time
 
@@ -166,7 +167,7 @@ def write_arrays(directory: Path, arrays: Mapping[str, Pieces]) -> None:
     Raises:
       OSError: the file system refused; says why.
     """
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    context = _context()
 
     def write(name: str) -> None:
         pieces = arrays[name]
@@ -192,7 +193,7 @@ class StoredArrays:
 
     def __init__(self, directory: Path, stored: Mapping[str, StoredLeaf]) -> None:
         self.directory, self.stored = directory, stored
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self._context = _context()
 
     @property
     def leaves(self) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -220,6 +221,12 @@ class StoredArrays:
             except ValueError as error:
                 bad.append(str(error))
         return list(dict.fromkeys(bad))
+
+
+def _context() -> Any:
+    """Without a cache, and with few files in memory at once."""
+    limits = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": NUM_READS}}
+    return ts.Context(limits)
 
 
 def _open(place: Path, leaf: StoredLeaf, context: Any, is_new: bool) -> Any:

@@ -215,14 +215,16 @@ def place_array(source: Source, name: str, place: AtRest) -> jax.Array:
     if is_key(rest.dtype):
         return _place_key(source, name, place)
     shape = rest.sharding.shard_shape(rest.shape)
-    pieces: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-    shards = []
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in rest.sharding.addressable_devices_indices_map(rest.shape).items():
         pairs = zip(index or (), rest.shape, strict=True)
         spans = tuple(s.indices(n)[:2] for s, n in pairs)
-        if spans not in pieces:
-            pieces[spans] = _padded(source, name, spans, place, shape)
-        shards.append(jax.device_put(pieces[spans], device))
+        holders.setdefault(spans, []).append(device)
+    shards = []
+    for spans, devices in holders.items():
+        piece = _padded(source, name, spans, place, shape)
+        shards += [jax.device_put(piece, device) for device in devices]
+    jax.block_until_ready(shards)  # before the next array is read: host memory is for one
     return jax.make_array_from_single_device_arrays(rest.shape, rest.sharding, shards)
 
 

@@ -148,7 +148,7 @@ def test_a_source_is_written_chunk_by_chunk(tmp_path):
     pieces = pieces_of_source(Renamed(Rows(), {"v": "w"}), "v")
     assert seen == []
     arrays = stored(tmp_path, v=pieces)
-    assert max(seen) <= 1 << 20
+    assert max(seen) <= 1 << 19
     assert arrays.read("v", (slice(2500000, 2500001), slice(0, 4))).tolist() == [[2500000] * 4]
 
 

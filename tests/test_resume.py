@@ -2,12 +2,28 @@
 
 import shutil
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
-from tests.runs import assert_same, curve, run, saved, tiny, write_text
+from jzero.data import open_corpus
+from jzero.rates import make_momentum, make_optimizer, make_schedule
+from jzero.recipe import make_setup
+from jzero.resume import find_start
+from jzero.saving import SaveError
+from jzero.train import _batches, prepare
+from jzero.trees import named_leaves
+from jzero.weights import open_weights
+from models.gpt2 import GPT2
+from tests.runs import TINY, assert_same, curve, run, saved, tiny, write_text
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
+TARGET = "models.gpt2:GPT2"
+CURVE_TOLERANCE = 1e-5  # float32 sums in another order, of losses near 5
 FLOAT16 = {"policy": "float16", "initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1}
 
 
@@ -39,3 +55,150 @@ def test_20_steps_equal_10_a_restart_and_10_bitwise(text, tmp_path, stage, preci
     assert_same(saved(tmp_path)[1], state)
     if precision is FLOAT16:
         assert state["loss_scale.skipped_steps"] > 0
+
+
+def test_data_goes_on_where_it_was_also_with_another_batch(text, tmp_path):
+    """Each row of the data is read once an epoch, whatever the batch was before and after."""
+    config = tiny(text, tmp_path)
+    run(config)
+    interrupted(tmp_path)
+    assert saved(tmp_path)[0].manifest.info["num_rows"] == 10 * 16
+    config = tiny(text, tmp_path, train={"num_microbatches": 1, "num_steps": 12})
+    job = prepare(config)
+    assert job.start.num_rows == 160
+    batches = _batches(job.setup, job.corpus.train, 8, job.start.num_rows)
+    before = _batches(job.setup, job.corpus.train, 16)
+    np.testing.assert_array_equal(np.concatenate([batches[0], batches[1]]), before[10])
+    job.owner.close()
+    _, printed = run(config)
+    assert "set differently than when it was saved: train.num_microbatches 1 (was 2)" in printed
+    assert "train.num_steps 12 (was 20)" in printed
+    assert saved(tmp_path)[0].manifest.info["num_rows"] == 160 + 2 * 8
+
+
+def test_a_run_that_is_done_trains_no_further_and_is_evaluated_alike(text, tmp_path):
+    first, _ = run(tiny(text, tmp_path, train={"num_steps": 10}))
+    second, printed = run(tiny(text, tmp_path, train={"num_steps": 10}))
+    assert "nothing is left to train: 10 of 10 steps are done" in printed
+    assert second.val_loss == first.val_loss
+    assert len(curve(tmp_path)) == 10
+
+
+def test_resume_never_refuses_what_another_run_saved_and_must_needs_something(text, tmp_path):
+    never = {"resume": "never"}
+    run(tiny(text, tmp_path, train={"num_steps": 1}, checkpoint=never))
+    with pytest.raises(ValueError, match=r"never, and .* holds the checkpoints of a run, .*step 1"):
+        prepare(tiny(text, tmp_path, checkpoint=never))
+    with pytest.raises(ValueError, match="is must, and .* holds no checkpoint"):
+        prepare(tiny(text, tmp_path / "new", checkpoint={"resume": "must"}))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_failed_save_is_no_success_of_the_run(text, tmp_path, monkeypatch):
+    def full(directory, arrays):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jzero.checkpoint.write_arrays", full)
+    monkeypatch.setattr("jzero.saving.time.sleep", lambda _: None)
+    with pytest.raises(SaveError, match="step 2: saving failed .*No space left"):
+        run(tiny(text, tmp_path, train={"num_steps": 2}))
+
+
+def test_two_runs_cannot_write_to_one_directory(text, tmp_path):
+    job = prepare(tiny(text, tmp_path))
+    with pytest.raises(ValueError, match="is in use by another run"):
+        prepare(tiny(text, tmp_path))
+    job.owner.close()
+
+
+PLAIN = {"dropout": 0.0}
+SHORT = {"num_steps": 2, "num_microbatches": 1}
+
+
+@pytest.fixture(scope="module")
+def source(text, tmp_path_factory):
+    """A run whose weights others start from."""
+    out_dir = tmp_path_factory.mktemp("source")
+    run(tiny(text, out_dir, train=SHORT, model=PLAIN))
+    return out_dir
+
+
+class TestWeightsOnly:
+    """From the weights of another run, with a fresh optimizer."""
+
+    def start(self, text, tmp_path, source, stage, precision):
+        model = PLAIN | {"init_from": str(source / "checkpoints")}
+        return tiny(
+            text, tmp_path, train=SHORT | {"seed": 3}, model=model, zero={"stage": stage},
+            precision=precision, optimizer={"eps": 1e-3},
+        )  # fmt: skip
+
+    def test_the_second_step_too_is_that_of_plain_optax_on_one_device(self, text, tmp_path, source):
+        config = self.start(text, tmp_path, source, 3, {})
+        _, printed = run(config)
+        assert "starts from the weights in" in printed
+        params, graphdef = weights(source), nnx.split(nnx.eval_shape(small))[0]
+        tx = make_optimizer(config.optimizer, make_schedule(config), make_momentum(config))
+        opt_state, losses = tx.init(params), []
+        batches = _batches(make_setup(config), open_corpus(config.data, config.model).train, 8)
+        for step in range(2):
+            loss, grads = jax.value_and_grad(
+                lambda p, step=step: nnx.merge(graphdef, p).loss(jnp.asarray(batches[step]))
+            )(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            losses.append(float(loss))
+        np.testing.assert_allclose(curve(tmp_path), losses, rtol=0, atol=CURVE_TOLERANCE)
+        (_, got), want = saved(tmp_path), named_leaves(params)[0]
+        for name, x in want.items():
+            atol = 1e-3 * config.optimizer.learning_rate
+            np.testing.assert_allclose(got[f"params.{name}"], x, rtol=0, atol=atol)
+
+    def test_a_master_copy_is_the_weights_unrounded_and_moves_from_there(
+        self, text, tmp_path, source
+    ):
+        config = self.start(text, tmp_path, source, 2, {"policy": "bfloat16"})
+        start = find_start(make_setup(config), lambda path: open_weights(path, target=TARGET))
+        state, _ = start.make(jax.random.key(0), jax.random.key(0))
+        want = saved(source)[1]
+        master = named_leaves(state.opt_state.inner.master)[0]
+        for name, x in master.items():
+            logical = tuple(slice(0, n) for n in want[f"params.{name}"].shape)
+            np.testing.assert_array_equal(np.asarray(x)[logical], want[f"params.{name}"])
+        run(config)
+        _, got = saved(tmp_path)
+        rate = config.optimizer.learning_rate
+        for name in master:
+            before, after = want[f"params.{name}"], got[f"master.{name}"]
+            assert 0 < np.abs(after - before).max() < 3 * rate, name
+            rounded = after.astype(got[f"params.{name}"].dtype)
+            np.testing.assert_array_equal(got[f"params.{name}"], rounded)
+
+    def test_weights_of_another_size_are_refused_with_every_array_that_differs(
+        self, text, tmp_path, source
+    ):
+        config = self.start(text, tmp_path, source, 2, {})
+        config = tiny(text, tmp_path, model={"init_from": config.model.init_from, "embed_dim": 32})
+        with pytest.raises(ValueError, match="does not fit models.gpt2:GPT2") as error:
+            prepare(config)
+        assert "params.wte.weight is 256x16, and 256x32 is wanted" in str(error.value)
+        assert "Give [model] the sizes of those weights" in str(error.value)
+
+    def test_a_path_without_weights_is_refused(self, text, tmp_path):
+        config = tiny(text, tmp_path, model={"init_from": str(tmp_path / "nothing")})
+        with pytest.raises(
+            ValueError, match="there are no weights at .*nothing; name a checkpoint"
+        ):
+            prepare(config)
+
+
+def weights(out_dir):
+    """The parameters of a run's checkpoint as the model has them."""
+    _, arrays = saved(out_dir)
+    leaves, treedef = named_leaves(nnx.state(nnx.eval_shape(small), nnx.Param))
+    return jax.tree.unflatten(treedef, [jnp.asarray(arrays[f"params.{name}"]) for name in leaves])
+
+
+def small():
+    sizes = {k: v for k, v in TINY["model"].items() if k != "dropout"}
+    return GPT2(**sizes, rngs=nnx.Rngs(0))
