@@ -1,13 +1,18 @@
 """The command line: `jzero train CONFIG --section.key value ...`, and what else there is."""
 
 import difflib
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from jzero.arguments import HELP, parse_arguments
+from jzero.checkpoint_command import prepare_checkpoint
+from jzero.huggingface_command import prepare_export, prepare_import
+from jzero.model_commands import prepare_eval, prepare_sample
 from jzero.plan_command import prepare_plan
 from jzero.recipe import make_setup, trace_loss
+from jzero.saving import SaveError
 from jzero.train import prepare, run_job
 
 USAGE = """\
@@ -18,13 +23,22 @@ commands:
   report CONFIG   print what is cut where, in bytes per device; nothing is run
   plan CONFIG     compile the step for GPUs that are not here: what fits, what is sent, how fast
 
+  eval CHECKPOINT --data PATH       loss, perplexity and bits per byte, at any stage
+  sample CHECKPOINT --prompt TEXT   what a trained model writes
+  checkpoint inspect|verify DIR     what is saved there, and whether every byte is as written
+  import hf DIR_OR_FILE OUT         a checkpoint of a Hugging Face GPT-2
+  export hf CHECKPOINT OUT          a Hugging Face GPT-2 of a checkpoint
+
 Every key of CONFIG can be set here too, as in
   jzero train configs/gpt2_demo.toml --zero.stage 3 --train.num_steps 100
 `jzero COMMAND [CONFIG] --help` lists them: the sections are [model], [optimizer], [schedule],
-[data], [precision], [zero], [mesh] and [train]. --profile A:B stands for --train.profile A:B.
+[data], [precision], [zero], [mesh], [train] and [checkpoint]. --profile A:B stands for
+--train.profile A:B.
 With JZERO_TRACEBACK=1 in the environment an error shows where it was raised.
 """
 OK, FAILED, USAGE_ERROR = 0, 1, 2
+STOPPED = {None: OK, "SIGTERM": OK, "SIGINT": 130}  # by what ended a run early
+LOUD_ONCE = ("train", "import")  # commands whose failed writes are told by jzero, not by Orbax
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the words after `jzero`; `sys.argv` where left out.
 
     Returns:
-      Exit status: 0; 1 where training stopped on a loss that is not finite, or nothing that was
-      planned fits; 2 where the command line, the configuration or the data cannot work.
+      Exit status: 0, also where SIGTERM ended a run that could save; 1 where training stopped on a
+      loss that is not finite or a state that could not be saved, a checkpoint is damaged, or
+      nothing that was planned fits; 2 where the command line, the configuration or the data cannot
+      work; 130 where SIGINT ended a run.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] and words[0] in HELP:
@@ -60,10 +76,17 @@ def _run(command: str, words: Sequence[str]) -> int:
         if os.environ.get("JZERO_TRACEBACK"):
             raise
         return _fail(f"jzero {command}: {error}")
+    if command in LOUD_ONCE:
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         return start()
-    except FloatingPointError as error:
+    except (FloatingPointError, SaveError) as error:
         return _fail(f"jzero {command}: {error}", FAILED)
+    except BrokenPipeError:  # of `| head`, say, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        return _fail(f"jzero {command}: stopped at once", STOPPED["SIGINT"])
     except (ValueError, OSError) as error:
         if command != "plan" or os.environ.get("JZERO_TRACEBACK"):
             raise
@@ -74,8 +97,7 @@ def _train(words: Sequence[str]) -> Callable[[], int]:
     job = prepare(parse_arguments("train", words))
 
     def start() -> int:
-        run_job(job)
-        return OK
+        return STOPPED[run_job(job).stopped_by]
 
     return start
 
@@ -95,6 +117,11 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Callable[[], int]]] = {
     "train": _train,
     "report": _report,
     "plan": prepare_plan,
+    "eval": prepare_eval,
+    "sample": prepare_sample,
+    "checkpoint": prepare_checkpoint,
+    "import": prepare_import,
+    "export": prepare_export,
 }
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import huggingface
-from models.attention import ATTENTIONS, causal_attention
+from models.attention import ATTENTIONS, cached_attention, causal_attention
 from models.layers import (
     INIT_STDDEV,
     Embedding,
@@ -40,13 +40,26 @@ class Attention(nnx.Module):
         self.c_proj = Projection(dim, dim, stddev, dtype, rngs)
 
     def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
-        num_rows, num_positions, dim = x_BTD.shape
-        shape = (num_rows, num_positions, self.num_heads, dim // self.num_heads)
-        qkv = jnp.split(self.c_attn(x_BTD), 3, axis=-1)
-        q_BTHK, k_BTHK, v_BTHK = (part_BTD.reshape(shape) for part_BTD in qkv)  # (B, T, H, K)
+        q_BTHK, k_BTHK, v_BTHK = self._heads(x_BTD)
         options = {"attention": self.attention, "rate": self.dropout, "key": key}
         mixed_BTHK = causal_attention(q_BTHK, k_BTHK, v_BTHK, **options)
         return self.c_proj(mixed_BTHK.reshape(x_BTD.shape))  # (B, T, D)
+
+    def decode(self, x_BTD, cache, position) -> tuple[jax.Array, Any]:
+        q_BTHK, *new = self._heads(x_BTD)
+        start = (0, position, 0, 0)
+        k_BSHK, v_BSHK = (
+            jax.lax.dynamic_update_slice(old, part.astype(old.dtype), start)
+            for old, part in zip(cache, new, strict=True)
+        )
+        mixed_BTHK = cached_attention(q_BTHK, k_BSHK, v_BSHK, position)
+        return self.c_proj(mixed_BTHK.reshape(x_BTD.shape)), (k_BSHK, v_BSHK)
+
+    def _heads(self, x_BTD: jax.Array) -> list[jax.Array]:
+        """Queries, keys and values, each (B, T, H, K)."""
+        num_rows, num_positions, dim = x_BTD.shape
+        shape = (num_rows, num_positions, self.num_heads, dim // self.num_heads)
+        return [part.reshape(shape) for part in jnp.split(self.c_attn(x_BTD), 3, axis=-1)]
 
 
 class MLP(nnx.Module):
@@ -75,6 +88,11 @@ class Block(nnx.Module):
         mixed_BTD = self.attn(self.ln_1(x_BTD), attn_key)
         x_BTD = x_BTD + dropout(mixed_BTD, self.dropout, resid_key)
         return x_BTD + dropout(self.mlp(self.ln_2(x_BTD)), self.dropout, mlp_key)
+
+    def decode(self, x_BTD, cache, position) -> tuple[jax.Array, Any]:
+        mixed_BTD, cache = self.attn.decode(self.ln_1(x_BTD), cache, position)
+        x_BTD = x_BTD + mixed_BTD
+        return x_BTD + self.mlp(self.ln_2(x_BTD)), cache
 
 
 class GPT2(nnx.Module):
@@ -215,6 +233,43 @@ class GPT2(nnx.Module):
         hidden_BTD = self._hidden(wte_VD, tokens_BT1[:, :-1], key, run_layers)
         head_VD = self._head(wte_VD)
         return cross_entropy(hidden_BTD, head_VD, tokens_BT1[:, 1:], chunk=self.loss_chunk)
+
+    def init_cache(self, num_rows: int, length: int) -> tuple[jax.Array, jax.Array]:
+        """An empty cache for `decode`: keys and values, each (L, B, S, H, K) in compute_dtype.
+
+        Args:
+          num_rows: B.
+          length: S, positions it holds, at most num_positions.
+        """
+        dim = self.wte.weight.shape[1]
+        num_heads = self.h.attn.num_heads
+        shape = (self.num_layers, num_rows, length, num_heads, dim // num_heads)
+        return jnp.zeros(shape, self.compute_dtype), jnp.zeros(shape, self.compute_dtype)
+
+    def decode(self, tokens_BT: jax.Array, cache: Any, position: Any) -> tuple[jax.Array, Any]:
+        """Logits of what follows new tokens, given a cache of all before them.
+
+        Args:
+          tokens_BT: integers in [0, V); a whole prompt, or one token a row.
+          cache: from `init_cache`, or as the last call returned it.
+          position: int32 scalar, of the first new token: at most S - T.
+
+        Returns:
+          The logits (B, T, V), float32 or wider, and the cache with the new tokens in it.
+        """
+        wte_VD = self.wte.weight[...]
+        positions_T = position + jnp.arange(tokens_BT.shape[1])
+        wpe_TD = jnp.take(self.wpe.weight[...], positions_T, axis=0)
+        x_BTD = (jnp.take(wte_VD, tokens_BT, axis=0) + wpe_TD[None]).astype(self.compute_dtype)
+
+        def body(x_BTD, layer, cache):
+            return layer.decode(x_BTD, cache, position)
+
+        axes = {"in_axes": (nnx.Carry, 0, 0), "out_axes": (nnx.Carry, 0), "graph": False}
+        x_BTD, cache = nnx.scan(body, **axes)(x_BTD, self.h, cache)
+        hidden_BTD = self.ln_f(x_BTD)
+        head_VD = self._head(wte_VD).astype(hidden_BTD.dtype)
+        return wide_einsum("btd,vd->btv", hidden_BTD, head_VD), cache  # (B, T, V)
 
     def _head(self, wte_VD: jax.Array) -> jax.Array:
         """The head's table, given the token table as it was read: read once where they are one."""

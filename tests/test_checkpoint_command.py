@@ -25,9 +25,9 @@ def folder(tmp_path):
 def test_inspect_lists_steps_arrays_configuration_and_versions(folder, capsys):
     assert prepare_checkpoint(["inspect", str(folder)])() == 0
     printed = capsys.readouterr().out
-    for word in ("step        2", "step        4", "arrays of step 4", "params.w", "13x3", "float32",
-                 "156 B", "extra.n", "scalar", "int32", "num_rows: 8", "[zero]\nstage = 3",
-                 "written by python 3", "tensorstore"):  # fmt: skip
+    for word in ("step        2", "step        4", "arrays of step 4", "params.w", "13x3",
+                 "float32", "156 B", "extra.n", "scalar", "int32", "num_rows: 8",
+                 "[zero]\nstage = 3", "written by python 3", "tensorstore"):  # fmt: skip
         assert word in printed
 
 

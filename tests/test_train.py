@@ -19,7 +19,7 @@ from jzero.metrics import read_metrics
 from jzero.rates import decay_mask, make_optimizer
 from jzero.recipe import make_loss_fn, make_setup
 from jzero.runlog import open_writer, start_rows
-from jzero.sample import generate
+from jzero.sample import Model, Rule, generate
 from jzero.state import graphdef_of, init_state
 from jzero.tokens import write_nanogpt_bin
 from jzero.train import EXTRAS, Result, make_step, prepare, train
@@ -307,12 +307,12 @@ class Sums(nnx.Module):
 def test_a_sample_is_drawn_given_the_tokens_of_one_context(size, start, temperature):
     graphdef, params, others = nnx.split(Sums(), nnx.Param, ...)
     expected = [(3 * i) % 7 for i in range(start)]
-    buffer = np.array(expected + [6] * (size - start), np.int32)  # later tokens must not be seen
-    key = jax.random.key(0)
-    out = generate(graphdef, 16, temperature, params, others, buffer, start, size, key)
+    model, rule = Model(graphdef, params, others), Rule(temperature, None)
+    prompt, key = np.array([expected], np.int32), jax.random.key(0)
+    (out,) = generate(model, prompt, size - start, context=16, rule=rule, key=key)
     while len(expected) < size:
         expected.append((sum(expected[-16:]) + 1) % 7)
-    assert np.asarray(out).tolist() == expected
+    assert out.tolist() == expected
 
 
 def test_tokens_that_are_no_bytes_are_sampled_as_ids(tmp_path):
