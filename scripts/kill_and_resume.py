@@ -62,7 +62,7 @@ def main() -> int:
         kills = kill_and_resume(path, killed, num_kills=flags.num_kills, seed=flags.seed)
         for i, (step, kept) in enumerate(kills, 1):
             print(f"kill {i:3d}: about step {step:4d}; complete checkpoints {kept}")
-        run(path, straight).wait()
+        run(path, straight).communicate()
         same = losses(killed) == losses(straight) and state(killed) == state(straight)
     print("losses and state equal those of a run that nobody killed:", same)
     return 0 if same else 1

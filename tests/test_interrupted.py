@@ -1,20 +1,15 @@
 """A run that is killed at any moment finds a complete checkpoint and goes on exactly."""
 
-import os
-import pathlib
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from jzero.checkpoint import damaged, open_step, steps_in
 from jzero.metrics import read_metrics
-from scripts.kill_and_resume import kill_and_resume
+from scripts.kill_and_resume import kill_and_resume, run
 from tests.runs import assert_same, saved, write_text
 
-ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = """
 [model]
 num_positions = 16
@@ -45,12 +40,9 @@ def write_config(folder, num_steps):
     return path, out
 
 
-def start(path, *flags):
-    command = [sys.executable, "-m", "jzero", "train", str(path), *flags]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+@pytest.fixture(autouse=True)
+def compiled_in_half_the_time(monkeypatch):
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 def wait_for_step(process, out, step):
@@ -64,8 +56,8 @@ def wait_for_step(process, out, step):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_step_at_hand_and_the_same_command_goes_on(tmp_path, number, status):
-    path, out = write_config(tmp_path, 100_000)
-    process = start(path)
+    path, out = write_config(tmp_path, 5000)
+    process = run(path, out)
     wait_for_step(process, out, 2)
     process.send_signal(number)
     printed, _ = process.communicate(timeout=60)
@@ -79,8 +71,8 @@ def test_a_signal_saves_the_step_at_hand_and_the_same_command_goes_on(tmp_path, 
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path):
-    path, out = write_config(tmp_path, 100_000)
-    process = start(path, "--checkpoint.every", "100000")
+    path, out = write_config(tmp_path, 5000)
+    process = run(path, out)
     wait_for_step(process, out, 2)
     # Between the two no step may end: the process does not run there.
     process.send_signal(signal.SIGSTOP)
@@ -96,9 +88,11 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
 def test_killed_at_random_moments_it_ends_as_if_it_never_was(tmp_path):
     path, out = write_config(tmp_path, 12)
     straight = tmp_path / "straight"
-    assert start(path, "--train.out_dir", str(straight)).wait() == 0
-    kills = kill_and_resume(path, out, num_kills=3, seed=0)
-    assert len(kills) == 3
+    done = run(path, straight)
+    assert done.communicate()[0]
+    assert done.returncode == 0
+    kills = kill_and_resume(path, out, num_kills=2, seed=0)
+    assert len(kills) == 2
     assert_same(saved(out)[1], saved(straight)[1])
     rows = [read_metrics(place / "metrics.jsonl") for place in (out, straight)]
     losses = [{row["step"]: row["loss"] for row in r if "loss" in row} for r in rows]
