@@ -26,6 +26,7 @@ from jzero.zero import Zero
 
 OTHERS = "others"  # part of a module's Variables that are no parameters
 MARK_OF_STEP = "state/manifest.json"
+DELETED = "deleted"  # folder of steps that are not kept, until they are gone
 ITEM = "state"  # folder of the arrays within that of a step
 
 
@@ -52,11 +53,13 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=LatestN(keep),
             cleanup_tmp_directories=True,  # of a process that was killed while it wrote
+            todelete_subdir=DELETED,  # by a rename: a step is there whole, or not at all
             async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
         )
         self._manager = ocp.CheckpointManager(
             self.directory, item_handlers={ITEM: self._handler}, options=options
         )
+        self._handler.purge(self.directory / DELETED)
 
     def save(
         self, step: int, zero: Zero, *, info: Mapping[str, Any] | None = None, **parts: Any
@@ -99,9 +102,11 @@ class Checkpoints:
           The parts, at rest.
 
         Raises:
+          OSError: the step that is being written could not be.
           ValueError: there is no such step, or its arrays are others: all that are missing,
             unexpected or of another shape are named.
         """
+        self.wait()
         found = open_step(self.directory if step is None else self.directory / str(step))
         trees = _without_modules(parts)
         places = places_of(zero, trees)
@@ -155,6 +160,7 @@ class Checkpoints:
                 for half in self.directory.glob("*.orbax-checkpoint-tmp*"):
                     shutil.rmtree(half, ignore_errors=True)  # room for the next try
             raise OSError(f"{error}") from error
+        self._handler.purge(self.directory / DELETED)
 
     def close(self) -> None:
         """Waits, and ends the threads."""
@@ -162,6 +168,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._manager.close()
+            self._handler.close()
 
 
 def _without_modules(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,6 +292,11 @@ class _Handler(ocp.AsyncCheckpointHandler):
         """Whether the last write has ended with an error that nobody was told of."""
         last = self._last
         return last is not None and last.done() and last.exception() is not None
+
+    def purge(self, folder: Path) -> None:
+        """Starts to delete what old steps were moved to."""
+        if jax.process_index() == 0 and folder.exists():
+            self._pool.submit(shutil.rmtree, folder, ignore_errors=True)
 
     def forget(self) -> None:
         """Takes the last write as told."""

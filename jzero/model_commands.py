@@ -11,8 +11,8 @@ from jzero.evaluate import describe, mean_loss
 from jzero.loaded import BYTES, Stored, open_stored
 from jzero.sample import Model, SampleOptions, encode_prompt, on_one_device, write_text
 from jzero.schema import own_arguments
-from jzero.tokenizer import find_tokenizer
-from jzero.tokens import Tokens, check_vocab, open_tokens
+from jzero.tokenizer import BytePairs, Tokenizer, find_tokenizer
+from jzero.tokens import CHUNK, Tokens, check_vocab, open_tokens
 
 EVAL = """\
 Evaluates a checkpoint, or a Hugging Face folder, on data: every row of it, at any stage and on any
@@ -34,9 +34,11 @@ def prepare_eval(words: Sequence[str]) -> Callable[[], int]:
     parser = _parser("eval", "--data PATH", EVAL)
     parser.add_argument("--data", metavar="PATH", required=True, help="as [data] path")
     parser.add_argument("--max-rows", type=int, metavar="N", help="of it; default: all")
+    _add_tokenizer(parser)
     flags, rest = _parsed(parser, words)
     stored = open_stored("eval", flags.checkpoint, rest)
     tokens, windows = _open_data(stored, flags.data)
+    tokenizer = _tokenizer(stored, flags.tokenizer)
     num_rows = min(len(windows), flags.max_rows or len(windows))
     if flags.max_rows is not None and flags.max_rows < 1:
         raise ValueError(f"--max-rows is {flags.max_rows}; use 1 or more, or leave it out.")
@@ -44,9 +46,8 @@ def prepare_eval(words: Sequence[str]) -> Callable[[], int]:
     def start() -> int:
         graphdef, variables = stored.load()
         loss = mean_loss(stored.setup, graphdef, variables, windows, num_rows)
-        unit = "byte" if tokens.vocab_size_hint == 256 else "token"
-        print(describe(loss, unit))
         seq_len = stored.setup.config.data.seq_len
+        print(describe(loss, *_unit(tokens, tokenizer, num_rows * seq_len)))
         print(
             f"{num_rows * seq_len:,} tokens of {flags.data} in {num_rows:,} rows of {seq_len}, by "
             f"{stored.path}"
@@ -92,7 +93,7 @@ def prepare_sample(words: Sequence[str]) -> Callable[[], int]:
     add("--stop", metavar="TEXT", help="end at its first occurrence")
     add("--seed", type=int, default=0, help="default: 0")
     add("--num-samples", type=int, default=1, metavar="N", help="default: 1")
-    add("--tokenizer", metavar="DIR", help="of vocab.json and merges.txt, or tokenizer.json")
+    _add_tokenizer(parser)
     flags, rest = _parsed(parser, words)
     options = SampleOptions(
         length=flags.length,
@@ -103,9 +104,8 @@ def prepare_sample(words: Sequence[str]) -> Callable[[], int]:
         num_samples=flags.num_samples,
     )
     stored = open_stored("sample", flags.checkpoint, rest)
-    folder = Path(flags.tokenizer) if flags.tokenizer else stored.folder
+    tokenizer = _tokenizer(stored, flags.tokenizer)
     vocab_size = own_arguments(stored.setup.config.model).get("vocab_size")
-    tokenizer = find_tokenizer(folder, is_bytes=stored.tokens == BYTES, vocab_size=vocab_size)
     encode_prompt(tokenizer, flags.prompt, vocab_size)
 
     def start() -> int:
@@ -118,6 +118,30 @@ def prepare_sample(words: Sequence[str]) -> Callable[[], int]:
         return OK
 
     return start
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    text = "of vocab.json and merges.txt, or tokenizer.json; default: CHECKPOINT, where it has them"
+    parser.add_argument("--tokenizer", metavar="DIR", help=text)
+
+
+def _tokenizer(stored: Stored, folder: str | None) -> Tokenizer:
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"--tokenizer {folder} is no folder; name one with vocab.json.")
+    place = Path(folder) if folder else stored.folder
+    vocab_size = own_arguments(stored.setup.config.model).get("vocab_size")
+    return find_tokenizer(place, is_bytes=stored.tokens == BYTES, vocab_size=vocab_size)
+
+
+def _unit(tokens: Tokens, tokenizer: Tokenizer, num_tokens: int) -> tuple[str, float]:
+    """What bits are counted by, and how many tokens one is: a byte, where bytes are known."""
+    if tokens.vocab_size_hint == 256:
+        return "byte", 1.0
+    if not isinstance(tokenizer, BytePairs):
+        return "token", 1.0
+    starts = range(1, num_tokens + 1, CHUNK)  # the first token is no target
+    parts = (tokens[i : min(i + CHUNK, num_tokens + 1)].tolist() for i in starts)
+    return "byte", num_tokens / max(sum(map(tokenizer.num_bytes, parts)), 1)
 
 
 def _parser(command: str, needs: str, description: str) -> argparse.ArgumentParser:

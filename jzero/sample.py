@@ -171,8 +171,9 @@ def write_sample(
 def on_one_device(setup: Setup, variables: tuple[Any, Any]) -> tuple[Any, Any]:
     """Parameters and other Variables, whole, as the first device of this process has them."""
     params, others = variables
-    whole = (setup.zero.gather(params), others)
-    return jax.tree.map(lambda x: x.addressable_data(0), whole)
+    leaves = [x.addressable_data(0) for _, x in setup.zero.gather_leaves(params)]
+    whole = jax.tree.unflatten(jax.tree.structure(params), leaves)
+    return whole, jax.tree.map(lambda x: x.addressable_data(0), others)
 
 
 def generate(

@@ -119,6 +119,10 @@ class BytePairs:
         """The text; what is no UTF-8 becomes a replacement character."""
         return self.encoding.decode([i for i in ids if i != self.end])
 
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """Bytes of the text of token ids."""
+        return len(self.encoding.decode_bytes([i for i in ids if i != self.end]))
+
 
 def find_tokenizer(folder: Path | None, *, is_bytes: bool, vocab_size: int | None) -> Tokenizer:
     """The tokenizer of a model: that of a folder, where it has one, else bytes, else numbers.

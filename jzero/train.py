@@ -205,7 +205,10 @@ def _run_steps(
     tracer = Tracer(settings, log.is_first)
     num_left = max(settings.num_steps - start.step, 0)
     if not num_left:
-        log.print(f"nothing is left to train: {start.step} of {settings.num_steps} steps are done")
+        log.print(
+            f"nothing is left to train: {start.step} of {settings.num_steps} steps are done; raise "
+            "train.num_steps to go on, or name another train.out_dir to start anew"
+        )
     tokens = "bytes" if job.corpus.is_bytes else "ids"
 
     def info(step: int) -> dict[str, Any]:

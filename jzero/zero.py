@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -449,6 +449,8 @@ class Zero:
     def gather(self, tree: Any, *, where: str | None = None) -> Any:
         """Returns parameters, gradients or optimizer state with logical shapes, replicated.
 
+        Leaf by leaf: beside the result there is never more than one leaf on its way.
+
         Args:
           tree: what this Zero laid out.
           where: a dotted path to a part of the tree, such as "h.attn"; that part alone is gathered.
@@ -475,32 +477,39 @@ class Zero:
         if where is not None:
             graphdef, (params, layout) = None, select(params, where, layout)
             leaves, treedef = named_leaves(params)
+        view = self._gathered if is_replicated else self._logical
         rows = list(zip(leaves.values(), layout, strict=True))
-        specs = [self._view_spec(leaf, is_replicated) for _, leaf in rows]
-
-        def view(leaves: list[jax.Array]) -> list[jax.Array]:
-            pairs = zip(leaves, layout, strict=True)
-            return [self._view(x, leaf, is_replicated) for x, leaf in pairs]
-
-        run = meshes.with_auto_axes(self.mesh, view, specs)
-        out = jax.jit(run)([x for x, _ in rows])
-        out = jax.tree.unflatten(treedef, out)
+        out = jax.tree.unflatten(treedef, view(rows))
         return out if where is not None else _whole(graphdef, out, state)
 
-    def _view_spec(self, leaf: Leaf, is_replicated: bool) -> Any:
+    def gather_leaves(self, tree: Any) -> Iterator[tuple[str, jax.Array]]:
+        """Yields each leaf by name as `gather` returns it: drop one before you take the next.
+
+        Args:
+          tree: what this Zero laid out; of a module its parameters.
+        """
+        leaves = named_leaves(param_tree(tree))[0]
+        for (name, x), leaf in zip(leaves.items(), self._memo.find(leaves), strict=True):
+            yield name, self._gathered([(x, leaf)])[0]
+
+    def _gathered(self, rows: list[tuple[Any, Leaf]]) -> list[jax.Array]:
+        plan = [(x, dataclasses.replace(leaf, name="", why_whole="")) for x, leaf in rows]
+        return [_gathered_leaf(x, leaf, self.mesh, self._place.axes) for x, leaf in plan]
+
+    def _logical(self, rows: list[tuple[Any, Leaf]]) -> list[jax.Array]:
+        specs = [self._logical_spec(leaf) for _, leaf in rows]
+
+        def view(leaves: list[jax.Array]) -> list[jax.Array]:
+            pairs = zip(leaves, [leaf for _, leaf in rows], strict=True)
+            return [_unpadded(x, leaf, self.mesh, leaf.spec(self._place.axes)) for x, leaf in pairs]
+
+        return jax.jit(meshes.with_auto_axes(self.mesh, view, specs))([x for x, _ in rows])
+
+    def _logical_spec(self, leaf: Leaf) -> Any:
         """Where a logical array can be: an uneven dim stays free, for jit has no cut of it."""
-        if is_replicated or leaf.dim is None:
-            return P()
         if leaf.padding:
             return P() if meshes.is_explicit(self.mesh) else P(P.UNCONSTRAINED)
         return leaf.spec(self._place.axes)
-
-    def _view(self, x: jax.Array, leaf: Leaf, is_replicated: bool) -> jax.Array:
-        if leaf.dim is None:
-            return x
-        x = pad(x, leaf) if tuple(x.shape) != leaf.rest_shape else x
-        spec = P() if is_replicated else leaf.spec(self._place.axes)
-        return unpad(meshes.constrain(self.mesh, x, spec), leaf)
 
     def _layout_like(self, leaves: dict[str, Any], like: Any) -> list[Leaf]:
         shapes = abstract_leaves(like)
@@ -608,6 +617,20 @@ class Zero:
     def _reported_state(self, params: Any, tx: optax.GradientTransformation) -> dict[str, Leaf]:
         state = named_leaves(jax.eval_shape(tx.init, params))[0]
         return dict(zip(state, self._memo.find(state), strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _gathered_leaf(x: jax.Array, leaf: Leaf, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    """A leaf at rest, whole on every device."""
+    return meshes.with_auto_axes(mesh, lambda x: _unpadded(x, leaf, mesh, P()), P())(x)
+
+
+def _unpadded(x: jax.Array, leaf: Leaf, mesh: Mesh, spec: Any) -> jax.Array:
+    """A leaf, at rest or logical, with its padding sliced off where it is laid out as `spec`."""
+    if leaf.dim is None:
+        return x
+    x = pad(x, leaf) if tuple(x.shape) != leaf.rest_shape else x
+    return unpad(meshes.constrain(mesh, x, spec), leaf)
 
 
 def _check(zero: Zero) -> None:

@@ -111,6 +111,19 @@ def test_a_process_that_was_killed_leaves_nothing_that_counts(tmp_path):
     assert not half.exists()
 
 
+def test_a_process_that_was_killed_while_it_deleted_leaves_no_step_in_parts(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("jzero.checkpoint.shutil.rmtree", lambda *_, **__: None)  # never gets to it
+        checkpoints = Checkpoints(tmp_path, keep=1)
+        for step in (1, 2, 3):
+            save(checkpoints, step)
+        checkpoints.close()
+        assert steps_in(tmp_path) == [3]
+        assert (tmp_path / "deleted" / "2").exists()
+    Checkpoints(tmp_path).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
 def test_a_directory_that_is_gone_is_an_error_and_is_not_made_anew(tmp_path):
     checkpoints = Checkpoints(tmp_path / "here")
     save(checkpoints, 1)

@@ -3,6 +3,8 @@
 import os
 import pathlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 
@@ -66,10 +68,17 @@ def test_every_command_shown_is_one_that_is_run_here():
         "make demo",
         "make test",
         "python -m scripts.stage_table --precision float32 bfloat16 --num-microbatches 1 4",
-        "jzero train configs/gpt2_demo.toml --zero.stage 3",
+        "jzero train configs/gpt2_demo.toml --zero.stage 3 --train.out_dir runs/stage_3",
         "jzero report configs/gpt2_1558m.toml",
         "jzero train --help",
         "python scripts/prepare_data.py my_texts --out data/mine --tokenizer bytes",
+        "jzero checkpoint inspect runs/gpt2_demo/checkpoints",
+        "jzero checkpoint verify runs/gpt2_demo/checkpoints",
+        'jzero sample runs/gpt2_demo/checkpoints --prompt "def " --length 200',
+        "jzero eval runs/gpt2_demo/checkpoints --data README.md --zero.stage 3",
+        "jzero import hf gpt2_folder runs/imported",
+        "jzero export hf runs/imported exported",
+        'jzero sample gpt2_folder --prompt "Hello" --top-k 50 --length 40',
         PLAN,
         "jzero plan --formula --params 1e12 --gpu h100-sxm --num-gpus 1024",
         "jzero plan --check",
@@ -86,6 +95,37 @@ def test_jzero_train(at_root, tmp_path, capsys):
     assert cli.main([*words, *SMALL, "--train.out_dir", str(tmp_path / "run")]) == 0
     assert "step" in capsys.readouterr().out
     assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_commands_on_checkpoints_after_a_run(at_root, tmp_path, capsys):
+    """As shown, on the checkpoint of a smaller model in another folder."""
+    words = ["train", "configs/gpt2_demo.toml", *SMALL, "--train.out_dir", str(tmp_path)]
+    assert cli.main(words) == 0
+    capsys.readouterr()
+    shown = [line for line in commands() if "runs/gpt2_demo/checkpoints" in line]
+    printed = []
+    for line in shown:
+        words = shlex.split(line.replace("runs/gpt2_demo", str(tmp_path)))
+        assert cli.main(words[1:]) == 0
+        printed.append(capsys.readouterr().out)
+    inspected, verified, sampled, evaluated = printed
+    assert "params.wte.weight" in inspected
+    assert "[optimizer]" in inspected
+    assert "2: whole" in verified
+    assert sampled.startswith("def ")
+    assert "bits per byte" in evaluated
+    assert "perplexity" in evaluated
+
+
+def test_the_commands_on_hugging_face_folders(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    shutil.copytree(ROOT / "tests" / "data" / "tiny_gpt2", "gpt2_folder")
+    for line in [line for line in commands() if " hf " in line or "gpt2_folder" in line]:
+        assert cli.main(shlex.split(line)[1:]) == 0
+    assert "Hello" in capsys.readouterr().out
+    exported = pathlib.Path("exported", "model.safetensors").read_bytes()
+    assert exported == pathlib.Path("gpt2_folder", "model.safetensors").read_bytes()
 
 
 def test_stage_3_trains_where_leaves_are_padded(at_root, tmp_path, capsys):
@@ -180,12 +220,20 @@ def test_make_knows_the_two_commands():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
+def init_fn(key):
+    return {"h": {"attn": jax.random.normal(key, (13, 7))}}
+
+
+def loss_fn(params, batch):
+    return ((batch @ params["h"]["attn"]) ** 2).mean()
+
+
 def test_the_snippet_in_functions_runs():
     key = jax.random.key(0)
     names = {
         "key": key,
-        "init_fn": lambda key: {"h": {"attn": jax.random.normal(key, (13, 7))}},
-        "loss_fn": lambda params, batch: ((batch @ params["h"]["attn"]) ** 2).mean(),
+        "init_fn": init_fn,
+        "loss_fn": loss_fn,
         "batch": np.ones((32, 13), np.float32),
     }
     snippet = next(block for block in blocks("python") if "zero.init" in block)
@@ -198,6 +246,35 @@ def test_the_snippet_in_functions_runs():
     params, _, loss = names["step"](names["params"], names["opt_state"], names["batch"])
     assert float(loss) == pytest.approx(float(names["loss"]))
     assert jnp.abs(params["h"]["attn"][:, :7] - before).max() > 0
+
+
+def test_the_checkpoint_snippet_runs_after_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    key = jax.random.key(0)
+    zero = jzero.Zero(jzero.make_mesh(), stage=3, like=jax.eval_shape(init_fn, key))
+    tx = zero.optimizer(optax.adamw(1e-3))
+    params = zero.init(init_fn, key)
+    names = {"jax": jax, "jzero": jzero, "zero": zero, "tx": tx, "key": key, "init_fn": init_fn,
+             "params": params, "opt_state": tx.init(params)}  # fmt: skip
+    exec(next(block for block in blocks("python") if "jzero.Checkpoints" in block), names)
+    assert names["params"] is not params
+    assert jnp.array_equal(names["params"]["h"]["attn"], params["h"]["attn"])
+    names["checkpoints"].close()
+
+
+@pytest.mark.skipif(library_path() is None, reason="needs pip install 'jzero[plan]'")
+@pytest.mark.xdist_group("gpu_program")
+def test_the_snippet_on_gpus_that_are_not_here_runs(capsys):
+    first = next(block for block in blocks("python") if "zero.init" in block)
+    step = first[first.index("@jax.jit") : first.index("loss = zero.apply")].replace("@jax.jit", "")
+    snippet = next(block for block in blocks("python") if "virtual_mesh" in block)
+    made = snippet.replace("step = jax.jit", f"{step.strip()}\nstep = jax.jit")
+    names = {"jax": jax, "jzero": jzero, "optax": optax, "loss_fn": loss_fn,
+             "like": jax.eval_shape(init_fn, jax.random.key(0)),
+             "batch": jax.ShapeDtypeStruct((128, 13), jnp.float32)}  # fmt: skip
+    exec(made, names)
+    out = capsys.readouterr().out
+    assert "all-gather" in out
 
 
 def test_the_precision_snippet_runs_after_it():

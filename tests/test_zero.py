@@ -358,3 +358,15 @@ def test_gradients_of_other_shapes_are_refused():
 def test_what_is_no_transform_is_refused():
     with pytest.raises(ValueError, match="optimizer needs an optax transform"):
         jzero.Zero(jzero.make_mesh(), 1).optimizer(3e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_leaves_are_gathered_one_by_one_as_all_of_them_are(stage):
+    params = arrays()
+    zero = jzero.Zero(mesh_of(False), stage, like=params)
+    placed = zero.place(params)
+    leaves = zero.gather_leaves(placed)
+    assert next(leaves)[0] == "b"
+    for name, x in zero.gather_leaves(placed):
+        np.testing.assert_array_equal(x, params[name])
+        assert x.sharding.is_fully_replicated
