@@ -8,8 +8,9 @@ from pathlib import Path
 
 from jzero.data import Windows
 from jzero.evaluate import describe, mean_loss
+from jzero.generate import Model
 from jzero.loaded import BYTES, Stored, open_stored
-from jzero.sample import Model, SampleOptions, encode_prompt, on_one_device, write_text
+from jzero.sample import SampleOptions, encode_prompt, on_one_device, write_text
 from jzero.schema import own_arguments
 from jzero.tokenizer import BytePairs, Tokenizer, find_tokenizer
 from jzero.tokens import CHUNK, Tokens, check_vocab, open_tokens
@@ -106,7 +107,7 @@ def prepare_sample(words: Sequence[str]) -> Callable[[], int]:
     stored = open_stored("sample", flags.checkpoint, rest)
     tokenizer = _tokenizer(stored, flags.tokenizer)
     vocab_size = own_arguments(stored.setup.config.model).get("vocab_size")
-    encode_prompt(tokenizer, flags.prompt, vocab_size)
+    encode_prompt(tokenizer, flags.prompt, vocab_size, options.top_k)
 
     def start() -> int:
         graphdef, variables = stored.load()
@@ -130,7 +131,12 @@ def _tokenizer(stored: Stored, folder: str | None) -> Tokenizer:
         raise ValueError(f"--tokenizer {folder} is no folder; name one with vocab.json.")
     place = Path(folder) if folder else stored.folder
     vocab_size = own_arguments(stored.setup.config.model).get("vocab_size")
-    return find_tokenizer(place, is_bytes=stored.tokens == BYTES, vocab_size=vocab_size)
+    return find_tokenizer(
+        place,
+        is_bytes=stored.tokens == BYTES,
+        vocab_size=vocab_size,
+        must_have=folder is not None,
+    )
 
 
 def _unit(tokens: Tokens, tokenizer: Tokenizer, num_tokens: int) -> tuple[str, float]:

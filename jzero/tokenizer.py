@@ -100,6 +100,7 @@ class BytePairs:
 
     encoding: Any  # tiktoken.Encoding
     end: int
+    known: frozenset[int]  # ids with a text; a model's vocabulary may be padded beyond them
 
     @property
     def start(self) -> int | None:
@@ -116,28 +117,36 @@ class BytePairs:
         return np.asarray(self.encoding.encode(text, allowed_special={END_OF_TEXT}), np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; what is no UTF-8 becomes a replacement character."""
-        return self.encoding.decode([i for i in ids if i != self.end])
+        """The text; what is no UTF-8 becomes a replacement character, an unknown id nothing."""
+        return self.encoding.decode([i for i in ids if i in self.known])
 
     def num_bytes(self, ids: Sequence[int]) -> int:
         """Bytes of the text of token ids."""
-        return len(self.encoding.decode_bytes([i for i in ids if i != self.end]))
+        return len(self.encoding.decode_bytes([i for i in ids if i in self.known]))
 
 
-def find_tokenizer(folder: Path | None, *, is_bytes: bool, vocab_size: int | None) -> Tokenizer:
+def find_tokenizer(
+    folder: Path | None, *, is_bytes: bool, vocab_size: int | None, must_have: bool = False
+) -> Tokenizer:
     """The tokenizer of a model: that of a folder, where it has one, else bytes, else numbers.
 
     Args:
       folder: may hold tokenizer.json, or vocab.json and merges.txt, as Hugging Face writes them.
       is_bytes: whether the model was trained on bytes.
       vocab_size: of the model, where it is known.
+      must_have: whether a folder without a tokenizer is refused.
 
     Raises:
-      ValueError: the folder's tokenizer is not GPT-2's kind, or tiktoken is not installed.
+      ValueError: the folder's tokenizer is not GPT-2's kind, or missing; or tiktoken is.
     """
     vocab = None if folder is None else _read_vocab(folder)
     if vocab is not None:
         return byte_pairs(*vocab, name=str(folder))
+    if must_have:
+        raise ValueError(
+            f"{folder} has no tokenizer; name a folder with vocab.json and merges.txt, or with "
+            "tokenizer.json."
+        )
     return Bytes(vocab_size or 256) if is_bytes else Ids()
 
 
@@ -178,7 +187,7 @@ def byte_pairs(vocab: Mapping[str, int], merges: Sequence[str], *, name: str) ->
         ) from error
     special = {END_OF_TEXT: end}
     options = {"pat_str": SPLIT, "mergeable_ranks": ranks, "special_tokens": special}
-    return BytePairs(tiktoken.Encoding(name, **options), end)
+    return BytePairs(tiktoken.Encoding(name, **options), end, frozenset(ranks.values()))
 
 
 def _read_vocab(folder: Path) -> tuple[dict[str, int], list[str]] | None:
@@ -196,6 +205,14 @@ def _read_vocab(folder: Path) -> tuple[dict[str, int], list[str]] | None:
     model = tokenizer["model"]
     if model.get("type") not in (None, "BPE"):
         raise ValueError(f"{whole} is of type {model['type']}; GPT-2's tokenizer is BPE.")
+    split = {"add_prefix_space": False} | (tokenizer.get("pre_tokenizer") or {})
+    is_other = split.get("type", "ByteLevel") != "ByteLevel" or not split.get("use_regex", True)
+    if is_other or split["add_prefix_space"] or tokenizer.get("normalizer"):
+        raise ValueError(
+            f"{whole} splits or changes text otherwise than GPT-2's tokenizer does (its "
+            "pre_tokenizer is a plain ByteLevel, and it has no normalizer). Prepare token ids with "
+            "its own tokenizer, and give the prompt as ids."
+        )
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
     return model["vocab"] | added, pairs

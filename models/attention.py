@@ -59,23 +59,22 @@ def causal_attention(
 
 
 def cached_attention(
-    q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, position: Any
+    q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, positions_BT: jax.Array
 ) -> jax.Array:
     """Attention of new positions to a cache of keys and values, and to those before among them.
 
     Args:
-      q_BTHK: queries at positions `position` to `position + T`.
-      k_BSHK, v_BSHK: of positions 0 to S, the new ones among them; what lies behind is not read.
-      position: int32 scalar, at least 0 and at most S - T.
+      q_BTHK: queries of the new positions.
+      k_BSHK, v_BSHK: of positions 0 to S, the new ones among them.
+      positions_BT: of the queries, int32; keys and values behind them have no weight.
 
     Returns:
       Array (B, T, H, K) of the values' dtype.
     """
     scores_BHTS = wide_einsum("bthk,bshk->bhts", q_BTHK, k_BSHK) * q_BTHK.shape[-1] ** -0.5
-    rows_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
-    is_past_TS = rows_T1 >= jnp.arange(k_BSHK.shape[1])[None, :]
+    is_past_BTS = positions_BT[:, :, None] >= jnp.arange(k_BSHK.shape[1])[None, None, :]
     lowest = jnp.finfo(scores_BHTS.dtype).min
-    probs_BHTS = jax.nn.softmax(jnp.where(is_past_TS[None, None], scores_BHTS, lowest), axis=-1)
+    probs_BHTS = jax.nn.softmax(jnp.where(is_past_BTS[:, None], scores_BHTS, lowest), axis=-1)
     return jnp.einsum("bhts,bshk->bthk", probs_BHTS.astype(v_BSHK.dtype), v_BSHK)
 
 

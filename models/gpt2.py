@@ -45,14 +45,13 @@ class Attention(nnx.Module):
         mixed_BTHK = causal_attention(q_BTHK, k_BTHK, v_BTHK, **options)
         return self.c_proj(mixed_BTHK.reshape(x_BTD.shape))  # (B, T, D)
 
-    def decode(self, x_BTD, cache, position) -> tuple[jax.Array, Any]:
+    def decode(self, x_BTD, cache, positions_BT) -> tuple[jax.Array, Any]:
         q_BTHK, *new = self._heads(x_BTD)
-        start = (0, position, 0, 0)
         k_BSHK, v_BSHK = (
-            jax.lax.dynamic_update_slice(old, part.astype(old.dtype), start)
-            for old, part in zip(cache, new, strict=True)
+            _updated(old_BSHK, part_BTHK, positions_BT)
+            for old_BSHK, part_BTHK in zip(cache, new, strict=True)
         )
-        mixed_BTHK = cached_attention(q_BTHK, k_BSHK, v_BSHK, position)
+        mixed_BTHK = cached_attention(q_BTHK, k_BSHK, v_BSHK, positions_BT)
         return self.c_proj(mixed_BTHK.reshape(x_BTD.shape)), (k_BSHK, v_BSHK)
 
     def _heads(self, x_BTD: jax.Array) -> list[jax.Array]:
@@ -89,8 +88,8 @@ class Block(nnx.Module):
         x_BTD = x_BTD + dropout(mixed_BTD, self.dropout, resid_key)
         return x_BTD + dropout(self.mlp(self.ln_2(x_BTD)), self.dropout, mlp_key)
 
-    def decode(self, x_BTD, cache, position) -> tuple[jax.Array, Any]:
-        mixed_BTD, cache = self.attn.decode(self.ln_1(x_BTD), cache, position)
+    def decode(self, x_BTD, cache, positions_BT) -> tuple[jax.Array, Any]:
+        mixed_BTD, cache = self.attn.decode(self.ln_1(x_BTD), cache, positions_BT)
         x_BTD = x_BTD + mixed_BTD
         return x_BTD + self.mlp(self.ln_2(x_BTD)), cache
 
@@ -239,8 +238,16 @@ class GPT2(nnx.Module):
 
         Args:
           num_rows: B.
-          length: S, positions it holds, at most num_positions.
+          length: S, positions it holds, from 1 to num_positions.
+
+        Raises:
+          ValueError: length is out of its range.
         """
+        if not 1 <= length <= self.num_positions:
+            raise ValueError(
+                f"length {length} of the cache is outside 1 to num_positions {self.num_positions};"
+                " give one of these."
+            )
         dim = self.wte.weight.shape[1]
         num_heads = self.h.attn.num_heads
         shape = (self.num_layers, num_rows, length, num_heads, dim // num_heads)
@@ -252,18 +259,26 @@ class GPT2(nnx.Module):
         Args:
           tokens_BT: integers in [0, V); a whole prompt, or one token a row.
           cache: from `init_cache`, or as the last call returned it.
-          position: int32 scalar, of the first new token: at most S - T.
+          position: of the first new token, at most S - T: int32, a scalar or one for each row.
 
         Returns:
-          The logits (B, T, V), float32 or wider, and the cache with the new tokens in it.
+          The logits (B, T, V), float32 or wider, NaN at positions beyond S and after them; and the
+          cache with the new tokens in it.
+
+        Raises:
+          ValueError: tokens are not integers (B, T), or more than the cache holds.
         """
-        wte_VD = self.wte.weight[...]
-        positions_T = position + jnp.arange(tokens_BT.shape[1])
-        wpe_TD = jnp.take(self.wpe.weight[...], positions_T, axis=0)
-        x_BTD = (jnp.take(wte_VD, tokens_BT, axis=0) + wpe_TD[None]).astype(self.compute_dtype)
+        length = cache[0].shape[2]
+        _check_tokens(tokens_BT, length, "the cache has length")
+        num_rows, num_new = tokens_BT.shape
+        starts_B1 = jnp.broadcast_to(jnp.asarray(position).reshape(-1, 1), (num_rows, 1))
+        positions_BT = starts_B1 + jnp.arange(num_new)[None, :]
+        wte_VD, wpe_SD = self.wte.weight[...], self.wpe.weight[...][:length]
+        x_BTD = jnp.take(wte_VD, tokens_BT, axis=0) + jnp.take(wpe_SD, positions_BT, axis=0)
+        x_BTD = x_BTD.astype(self.compute_dtype)
 
         def body(x_BTD, layer, cache):
-            return layer.decode(x_BTD, cache, position)
+            return layer.decode(x_BTD, cache, positions_BT)
 
         axes = {"in_axes": (nnx.Carry, 0, 0), "out_axes": (nnx.Carry, 0), "graph": False}
         x_BTD, cache = nnx.scan(body, **axes)(x_BTD, self.h, cache)
@@ -286,6 +301,12 @@ class GPT2(nnx.Module):
         keys = None if layers_key is None else jax.random.split(layers_key, self.num_layers)
         x_BTD = run_layers(_run_block, self.h, x_BTD, remat=self.remat, keys=keys)
         return self.ln_f(x_BTD)
+
+
+def _updated(old_BSHK: jax.Array, new_BTHK: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """A cache with new keys or values at their positions; those beyond its end are left out."""
+    rows_B1 = jnp.arange(old_BSHK.shape[0])[:, None]
+    return old_BSHK.at[rows_B1, positions_BT].set(new_BTHK.astype(old_BSHK.dtype), mode="drop")
 
 
 def _run_block(layer: Block, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -331,14 +352,16 @@ def _check_dtypes(dtypes: dict[str, str]) -> None:
             raise ValueError(f"{name} float64 needs jax_enable_x64; set it, or use float32.")
 
 
-def _check_tokens(tokens_BT: jax.Array, num_positions: int) -> None:
+def _check_tokens(
+    tokens_BT: jax.Array, longest: int, limit: str = "the model has num_positions"
+) -> None:
     if tokens_BT.ndim != 2 or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
         raise ValueError(
             f"tokens have shape {tokens_BT.shape} and dtype {tokens_BT.dtype}; give integers of"
             " shape (batch, time)."
         )
-    if tokens_BT.shape[1] > num_positions:
+    if tokens_BT.shape[1] > longest:
         raise ValueError(
-            f"tokens are {tokens_BT.shape[1]} long, but the model has num_positions"
-            f" {num_positions}; cut the sequence or raise num_positions."
+            f"tokens are {tokens_BT.shape[1]} long, but {limit} {longest}; cut the sequence or"
+            f" raise {limit.split()[-1]}."
         )

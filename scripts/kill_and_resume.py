@@ -37,7 +37,7 @@ max_bytes = 1_000_000
 stage = 3
 
 [train]
-num_steps = 400
+num_steps = 1500
 micro_batch = 1
 num_microbatches = 2
 log_every = 50

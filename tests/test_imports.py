@@ -69,6 +69,7 @@ ORDER = [
     "evaluate",
     "runlog",
     "tokenizer",
+    "generate",
     "sample",
     "train",
     "compile_step",

@@ -48,6 +48,7 @@ def test_byte_pairs_of_a_folder_merge_in_their_order(tmp_path, kind):
     assert found.decode([*ids, 260]) == "hello wé"
     assert found.encode(END_OF_TEXT).tolist() == [260]
     assert (found.start, found.ends) == (260, (260,))
+    assert found.decode([258, 263]) == "hell"  # a padded vocabulary has ids of no text
 
 
 def test_without_files_tokens_are_bytes_or_numbers(tmp_path):
@@ -73,6 +74,28 @@ def test_a_tokenizer_that_is_no_byte_pairs_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram"}}))
     with pytest.raises(ValueError, match="is of type Unigram; GPT-2's tokenizer is BPE"):
         find_tokenizer(tmp_path, is_bytes=False, vocab_size=None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pre_tokenizer": {"type": "Sequence"}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
+        {"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}},
+        {"normalizer": {"type": "NFC"}},
+    ],
+)
+def test_a_tokenizer_that_splits_otherwise_is_refused(tmp_path, change):
+    write_files(tmp_path, "one file")
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=r"tokenizer\.json splits or changes text otherwise"):
+        find_tokenizer(tmp_path, is_bytes=False, vocab_size=None)
+
+
+def test_a_named_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no tokenizer; name a folder with vocab.json"):
+        find_tokenizer(tmp_path, is_bytes=True, vocab_size=None, must_have=True)
 
 
 def test_without_tiktoken_the_message_says_how_to_get_it(monkeypatch):

@@ -15,11 +15,11 @@ from flax import nnx
 from rich.console import Console
 
 from jzero.config import TrainConfig, optimizer_section, parse_config
+from jzero.generate import Model, Rule, generate
 from jzero.metrics import read_metrics
 from jzero.rates import decay_mask, make_optimizer
 from jzero.recipe import make_loss_fn, make_setup
 from jzero.runlog import open_writer, start_rows
-from jzero.sample import Model, Rule, generate
 from jzero.state import graphdef_of, init_state
 from jzero.tokens import write_nanogpt_bin
 from jzero.train import EXTRAS, Result, make_step, prepare, train
