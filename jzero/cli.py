@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       Exit status: 0, also where SIGTERM ended a run that could save; 1 where training stopped on a
       loss that is not finite or a state that could not be saved, a checkpoint is damaged, or
       nothing that was planned fits; 2 where the command line, the configuration or the data cannot
-      work; 130 where SIGINT ended a run.
+      work, or nothing that was planned could be compiled; 130 where SIGINT ended a run.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] and words[0] in HELP:

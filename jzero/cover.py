@@ -69,6 +69,23 @@ class Stream:
         return self._covered[name] / seconds if seconds else 1.0
 
 
+def format_seconds(seconds: float) -> str:
+    """Write seconds, >= 0, in the unit that reads best.
+
+    >>> [format_seconds(s) for s in (0, 4e-9, 2.5e-6, 8e-5, 0.018, 0.412, 83.21)]
+    ['0 ms', '4 ns', '2.5 us', '80 us', '18.0 ms', '412 ms', '83.2 s']
+    """
+    if not seconds:
+        return "0 ms"
+    if seconds >= 0.9995:
+        return f"{seconds:.1f} s"
+    if seconds >= 0.9995e-3:
+        return f"{seconds * 1e3:.{0 if seconds >= 0.0995 else 1}f} ms"
+    if seconds >= 99.5e-9:
+        return f"{seconds * 1e6:.{0 if seconds >= 9.95e-6 else 1}f} us"
+    return f"{seconds * 1e9:.0f} ns"
+
+
 def op_seconds(
     program: Program,
     scope: Computation,

@@ -28,6 +28,8 @@ PEAK_TFLOPS: dict[tuple[str, ...], tuple[float, float | None, float]] = {
 }
 OTHER_CHIPS = frozenset({"NVL", "TI", "D", "LAPTOP", "FHHL", "MIG", "MAX"})  # same name, other peak
 DTYPES = ("float32", "bfloat16", "float16")  # the columns
+# What no peak counts: CUDA's context, NCCL's buffers, fragmentation. None of it is measured.
+RESERVE = 0.06  # share of the memory that is kept free for them
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
@@ -102,6 +104,11 @@ class Gpu:
         for name in ("efficiency", "memory_efficiency"):
             if getattr(self, name) > 1:
                 _refuse(self, name, "give a share of the peak, above 0 and at most 1")
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes that a step may take: the memory less RESERVE."""
+        return self.memory_bytes * (1 - RESERVE)
 
     def peak_flops(self, dtype: str) -> float:
         """Dense matrix peak in FLOP/s for "float32", "bfloat16" or "float16".

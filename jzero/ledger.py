@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +14,14 @@ from rich.table import Table
 
 from jzero import hlo
 from jzero.collective import Collective, Rates
+from jzero.cover import format_seconds
 from jzero.terminal import format_bytes, format_table
 from jzero.walk import Walk, walk
 
 _FROM_WIDTH = 40
+_NONE = "-"  # no time, of which nothing can be covered
+_DEFAULT_GPU = "H100"  # which the default rates are of
+_DEFAULT_LINK = "350 GB/s of NVLink, as an H100 has them in a node of eight"
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,11 @@ class Ledger:
 
     Args:
       rows: its collectives.
-      unread: one line for each that is not among the rows, or not as often as it runs.
+      unread: one line for each that is not among the rows, or perhaps not as often as it runs.
       notes: what makes the seconds less certain.
       compute_seconds: of all compute.
       flops: of matrix products, as they are scheduled: what remat computes again, too.
+      rates: what the seconds are estimated with, in words.
     """
 
     rows: tuple[Collective, ...]
@@ -38,6 +42,7 @@ class Ledger:
     notes: tuple[str, ...] = ()
     compute_seconds: float = 0.0
     flops: float = 0.0
+    rates: str = ""
 
     def __iter__(self) -> Iterator[Collective]:
         return iter(self.rows)
@@ -49,7 +54,8 @@ class Ledger:
         """Returns the ledger itself where all was read.
 
         Raises:
-          ValueError: a collective is missing, or its number of runs is not known.
+          ValueError: a collective is missing, or its number of runs is not known: of a loop that
+            the data ends, of a conditional whose branches send not the same.
         """
         if self.unread:
             raise ValueError("the ledger is not complete: " + "; ".join(self.unread))
@@ -108,20 +114,22 @@ def collectives(
 ) -> Ledger:
     """Reads the collectives of a compiled program, of a CPU or of a GPU, present or not.
 
-    What cannot be read is in the ledger's `unread`, and loud when printed; `.check()` raises.
+    What cannot be read for sure is in the ledger's `unread`, and loud when printed; `.check()`
+    raises. Of a conditional the branch is counted that sends the most.
     XLA:CPU widens 16-bit floats and starts nothing ahead: read dtypes and cover from a GPU program.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, or its text.
       mesh: whose axes to name; by default that of the program's inputs or outputs.
-      rates: to estimate seconds with; by default those of an H100 in a node of eight.
+      rates: to estimate seconds with, as from `jzero.compile_step.rates_of`; by default those of
+        an H100 in a node of eight, whatever the program is for. Printed with the ledger.
       more_than: leaves out collectives with no more elements; 64 drops losses and norms.
 
     Returns:
       The ledger of one run.
 
     Raises:
-      ValueError: a text that is no compiled program, or a mesh of another size.
+      ValueError: what is no compiled program, or a mesh of another size.
 
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import PartitionSpec as P
@@ -132,31 +140,57 @@ def collectives(
     >>> row.kind, row.dtype, row.elements, row.times
     ('all-reduce', 'f32', 800, 1)
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    text = _text_of(compiled)
     program, entry = hlo.parse(text)
     num_devices = hlo.num_devices(text)
-    sizes = _sizes_of(mesh, num_devices)
-    if mesh is None and not isinstance(compiled, str):
-        sizes = _mesh_sizes(compiled)
-    part = walk(Walk(program, num_devices, sizes, rates or Rates()), entry)
-    rows = tuple(row for row in part.rows if row.elements > more_than)
-    return Ledger(rows, part.unread, tuple(dict.fromkeys(part.notes)), part.compute, part.flops)
-
-
-def _sizes_of(mesh: Mesh | None, num_devices: int) -> Mapping[str, int] | None:
     if mesh is not None and mesh.size != num_devices:
         raise ValueError(
             f"the mesh has {mesh.size} devices, the program runs on {num_devices}; give the mesh "
             "that it was compiled for."
         )
-    return None if mesh is None else dict(mesh.shape)
+    if mesh is None and not isinstance(compiled, str):
+        mesh = _mesh_of(compiled)
+    sizes = None if mesh is None else dict(mesh.shape)
+    part = walk(Walk(program, num_devices, sizes, rates or Rates(), more_than), entry)
+    return Ledger(
+        tuple(row for row in part.rows if row.elements > more_than),
+        part.unread,
+        tuple(dict.fromkeys(part.notes)),
+        part.compute,
+        part.flops,
+        _in_words(rates, mesh),
+    )
 
 
-def _mesh_sizes(compiled: jax.stages.Compiled) -> Mapping[str, int] | None:
-    """Of the mesh with the most axes that an input or output is laid out on."""
+def _text_of(compiled: Any) -> str:
+    if isinstance(compiled, str):
+        return compiled
+    if not callable(getattr(compiled, "as_text", None)):
+        raise ValueError(
+            f"compiled is {compiled!r:.60}, no compiled program; give "
+            "jax.jit(f).lower(...).compile(), or its text."
+        )
+    return compiled.as_text() or ""
+
+
+def _mesh_of(compiled: jax.stages.Compiled) -> Any:
+    """The mesh with the most axes that an input or output is laid out on."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    meshes = [dict(x.mesh.shape) for x in shardings if isinstance(x, NamedSharding)]
-    return max(meshes, key=lambda sizes: sum(n > 1 for n in sizes.values()), default=None)
+    meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+    return max(meshes, key=lambda mesh: sum(n > 1 for n in mesh.shape.values()), default=None)
+
+
+def _in_words(rates: Rates | None, mesh: Any) -> str:
+    """What seconds are estimated with, and that it is not the program's own GPU where it is not."""
+    known = rates or Rates()
+    words = f"{known.flops_per_s / 1e12:.0f} TFLOP/s, {known.memory_bytes_per_s / 1e12:.1f} TB/s"
+    if rates is not None:
+        return f"{words} and links as given"
+    own = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+    words += f" and {_DEFAULT_LINK}"
+    if own is None or own.platform == "cpu" or _DEFAULT_GPU in own.device_kind:
+        return words
+    return f"{words}; the program is for {own.device_kind}: give rates= for its own seconds"
 
 
 def _table(rows: Sequence[Collective]) -> Table:
@@ -178,7 +212,8 @@ def _table(rows: Sequence[Collective]) -> Table:
             *(kind, dtype, axes, str(len(alike))),
             format_bytes(sum(row.payload_bytes for row in alike)),
             format_bytes(sum(row.wire_bytes for row in alike)),
-            *(f"x {times}", "async" if is_async else "sync", f"{alone.covered:.0%}"),
+            *(f"x {times}", "async" if is_async else "sync"),
+            f"{alone.covered:.0%}" if alone.seconds else _NONE,
             _origin(alike),
         )
     return table
@@ -224,17 +259,17 @@ def _brief(op_name: str) -> list[str]:
 def _totals(ledger: Ledger) -> list[str]:
     by_axis = ledger.by_axis()
     sent = ", ".join(f"{format_bytes(size)} along {_named(axes)}" for axes, size in by_axis.items())
-    exposed, total = ledger.exposed_seconds, ledger.seconds
+    seconds, exposed = map(format_seconds, (ledger.seconds, ledger.exposed_seconds))
+    covered = f"{ledger.covered:.1%} of it covered by compute, {exposed} exposed"
+    communication = f"{seconds}, {covered}" if ledger.seconds else _NONE
     lines = [
         f"sent in all: {format_bytes(ledger.sent_bytes)}" + (f" ({sent})" if sent else ""),
-        f"estimated: communication {_ms(total)}, {ledger.covered:.1%} of it covered by compute, "
-        f"{_ms(exposed)} exposed; compute {_ms(ledger.compute_seconds)}",
+        f"estimated: communication {communication}; compute "
+        + format_seconds(ledger.compute_seconds),
     ]
+    if ledger.rates:
+        lines.append(f"estimated with: {ledger.rates}")
     if None in by_axis:
         lines.append("axes ?: not whole axes of a mesh that is known; give mesh=, of the program.")
     lines += [f"note: {note}" for note in ledger.notes]
-    return lines + [f"COULD NOT BE READ, THE SUMS LACK IT: {line}" for line in ledger.unread]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.{1 if math.isclose(seconds, 0) or seconds > 1e-3 else 4}f} ms"
+    return lines + [f"THE SUMS MAY BE WRONG: {line}" for line in ledger.unread]

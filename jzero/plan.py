@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +18,20 @@ import jax
 
 from jzero.config import Config
 from jzero.gpus import Gpu
-from jzero.plan_figures import COMPILED, FORMULA, GIVEN, Figure, Plan, Sent, StagePlan
+from jzero.plan_figures import (
+    CAPACITY_NOTE,
+    COMPILED,
+    FORMULA,
+    GIVEN,
+    Figure,
+    Plan,
+    Sent,
+    StagePlan,
+)
+from jzero.schema import key_of
 from jzero.terminal import format_count
 from jzero.timing import Estimate
 
-# What a peak leaves out: CUDA's context, NCCL's buffers, fragmentation. None of it is measured.
-RESERVE = 0.06  # share of the memory that is kept free for them
 REFUSED = "ValueError: "  # before what a child says of a configuration that cannot work
 LARGEST = 4096  # the search for the largest micro batch ends there
 FARTHEST = 16  # times what is known to fit, that the search goes in one step
@@ -34,12 +43,15 @@ ATTENTION_NOTES = {
     "cudnn": "Attention is planned with cuDNN's own kernel.",
     "": "Attention is planned as the model has it: if it keeps T x T scores, they are counted.",
 }
-NOTES = (
-    f"Capacity is the GPU's memory less {RESERVE:.0%} for CUDA, NCCL and fragmentation, which a "
-    "compiled peak does not know.",
-    "Times are estimates: alpha-beta per collective, overlap as the compiled schedule has it; "
-    "`jzero plan --check` shows how far such estimates are off.",
+PEAK_NOTE = (
+    "The peak is XLA's own, or what is at rest with all temporaries where that is more: a GPU "
+    "takes these at once."
 )
+TIME_NOTE = (
+    "Times are estimates: alpha-beta per collective, overlap as the compiled schedule has it; "
+    "`jzero plan --check` shows how far such estimates are off."
+)
+JAX_ON_FRAMES = "For simplicity, JAX has removed its internal frames"  # after a line of dashes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +65,7 @@ class Request:
       stages: in the order of the columns.
       finds_largest: whether the largest micro batch is looked for, which takes some compiles more.
       num_tokens: for the hours; None leaves them out.
-      capacity_bytes: of a GPU; None: its memory less RESERVE.
+      capacity_bytes: of a GPU; None: `gpu.usable_bytes`.
       num_jobs: compiles at the same time.
     """
 
@@ -69,8 +81,7 @@ class Request:
     @property
     def capacity(self) -> float:
         """Bytes of a GPU that a step may take."""
-        usable = self.gpu.memory_bytes * (1 - RESERVE)
-        return usable if self.capacity_bytes is None else self.capacity_bytes
+        return self.gpu.usable_bytes if self.capacity_bytes is None else self.capacity_bytes
 
 
 class CompileError(Exception):
@@ -98,7 +109,7 @@ def make_plan(request: Request, say: Callable[[str], None] = lambda _: None) -> 
     notes = [note for result in results for note in result.notes]
     return Plan(
         title=_title(request, found[0] if found else {}),
-        notes=(*notes, *_attention_notes(found), *NOTES),
+        notes=(*notes, *_attention_notes(found), *_notes(request)),
         stages=plans,
         facts=_facts(request, found[0] if found else {}),
     )
@@ -131,9 +142,11 @@ def _plan_stage(request: Request, stage: int, say: Callable[[str], None]) -> _Re
     try:
         first = measure(tables)
     except CompileError as error:
-        say(f"stage {stage}: the compile failed")
+        is_refused = str(error).startswith(REFUSED)
+        say(f"stage {stage}: " + ("cannot work" if is_refused else "the compile failed"))
         return _Result(StagePlan(stage, {}, failure=str(error)), {}, [])
-    figures, notes = figures_of(request, first), [f"Not counted: {x}" for x in first["unread"]]
+    figures = figures_of(request, first)
+    notes = [f"Stage {stage}: what is sent may be wrong: {line}" for line in first["unread"]]
     if request.finds_largest:
         start = first["batch"]["micro_batch"]
         try:
@@ -218,24 +231,36 @@ def run_child(job: Mapping[str, Any]) -> dict[str, Any]:
         if "error" in found:
             raise CompileError(REFUSED + found["error"])
         return found
-    words = "\n".join(done.stderr.strip().splitlines()[-LAST_WORDS:])
     how = f"exit status {done.returncode}"
     if done.returncode < 0:
         how = f"signal {-done.returncode} ({signal.Signals(-done.returncode).name})"
-    raise CompileError(f"the compile ended with {how}; its last words:\n{words}")
+    cause, words = last_words(done.stderr)
+    raise CompileError(f"{cause}the compile ended with {how}; its last words:\n{words}")
+
+
+def last_words(stderr: str) -> tuple[str, str]:
+    """The error that a process ended with, "" where it has none, and the last lines it printed.
+
+    >>> last_words("Traceback:\\n  f(x)\\nTypeError: no\\n--------------------\\n" + JAX_ON_FRAMES)
+    ('TypeError: no; ', 'Traceback:\\n  f(x)\\nTypeError: no')
+    """
+    lines = stderr.strip().splitlines()
+    if JAX_ON_FRAMES in " ".join(lines[-1:]):
+        lines = lines[:-2]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    cause = f"{errors[-1]}; " if errors else ""
+    return cause, "\n".join(lines[-LAST_WORDS:])
 
 
 def config_tables(config: Config) -> dict[str, dict[str, Any]]:
     """A configuration as the tables it can be made from again."""
-    tables = dataclasses.asdict(config)
-    return {
-        section: {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in table.items()
-            if value is not None
-        }
-        for section, table in tables.items()
-    }
+    return {f.name: _table(getattr(config, f.name)) for f in dataclasses.fields(config)}
+
+
+def _table(section: Any) -> dict[str, Any]:
+    found = {key_of(f): getattr(section, f.name) for f in dataclasses.fields(section)}
+    listed = {k: list(x) if isinstance(x, tuple) else x for k, x in found.items()}
+    return {key: value for key, value in listed.items() if value is not None}
 
 
 def with_stage(tables: dict[str, dict[str, Any]], stage: int) -> dict[str, dict[str, Any]]:
@@ -292,6 +317,11 @@ def _title(request: Request, found: Mapping[str, Any]) -> str:
     model = request.config.model.target.rsplit(":", 1)[-1]
     size = f", {format_count(found['num_params'])} parameters," if found else ""
     return f"{model}{size} on {request.num_gpus} x {request.gpu.name}"
+
+
+def _notes(request: Request) -> list[str]:
+    given = request.capacity_bytes is not None
+    return [PEAK_NOTE, *([] if given else [CAPACITY_NOTE]), TIME_NOTE]
 
 
 def _attention_notes(found: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from jzero.announcement import GPU, NUM_GPUS, check_announcement
 from jzero.arguments import parse_arguments
 from jzero.config import Config
 from jzero.gpus import GPUS, Gpu, find_gpu, read_gpu
+from jzero.layout import STAGES
 from jzero.plan import Request, make_plan
 from jzero.plan_figures import Plan, fits_any
 from jzero.plan_formula import Formula, formula_plan, of_config
@@ -20,11 +22,13 @@ from jzero.plan_table import render, to_json
 from jzero.terminal import format_count
 from jzero.virtual import check_cluster, topology_text
 
-FITS, NOTHING_FITS = 0, 1
+FITS, NOTHING_FITS, NOTHING_COMPILED = 0, 1, 2
 DESCRIPTION = """\
 Compiles the training step of CONFIG for GPUs that are not here, and prints for each stage what one
 of them holds and sends, whether it fits, the largest micro batch that does, and estimated times.
-Exit status 1 where nothing fits. Every key of CONFIG can be set too, as in --train.micro_batch 4.
+Every key of CONFIG can be set too, as in --train.micro_batch 4; --zero.stage stands for --stage.
+Exit status 0 where a stage fits, 1 where none does, 2 where none could be compiled or the words are
+wrong.
 """
 EXAMPLES = """\
 examples:
@@ -39,7 +43,8 @@ def prepare_plan(words: Sequence[str]) -> Callable[[], int]:
     """Reads the words after `jzero plan`; every check of them comes here.
 
     Returns:
-      What plans and prints; it returns the exit status, 1 where nothing fits.
+      What plans and prints; it returns the exit status, 1 where nothing fits and 2 where nothing
+      could be compiled.
 
     Raises:
       ValueError: flags that cannot be honoured.
@@ -60,8 +65,9 @@ def prepare_plan(words: Sequence[str]) -> Callable[[], int]:
             f"{rest[0]} has no CONFIG before it; CONFIG comes first, as in jzero plan "
             "configs/gpt2_124m.toml --gpu h100-sxm --num-gpus 8 --train.micro_batch 4."
         )
+    flags.stage, rest = _stages(flags.stage, rest)
     config = parse_arguments("plan", [*path, *rest]) if path else None
-    if config is None and not (flags.formula and flags.params):
+    if config is None and flags.params is None:
         raise ValueError(
             "CONFIG is missing; give the path of a TOML file, as in jzero plan "
             "configs/gpt2_124m.toml --gpu h100-sxm --num-gpus 8, or --formula --params 7.5e9."
@@ -86,11 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
     add("--hardware", metavar="FILE.toml", help='a GPU of your own: base = "h100-sxm", and changes')
     add("--num-gpus", type=int, metavar="N", help="GPUs of the run: part of a node, or whole nodes")
-    add("--stage", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3], help="default: all")
+    add("--stage", type=int, nargs="+", choices=range(4), help="default: all")
     add("--num-tokens", type=float, metavar="T", help="tokens of the whole run, for the hours")
-    add("--capacity", type=float, metavar="BYTES", help="default: its memory; compiled: less 6 %%")
+    add("--capacity", type=float, metavar="BYTES", help="default: its memory less 6 %%")
     add("--no-search", action="store_true", help="do not look for the largest micro batch")
-    add("--jobs", type=int, default=2, metavar="N", help="compiles at the same time; default: 2")
+    add("--jobs", type=int, metavar="N", help="compiles at the same time; default: 2")
     add("--json", type=Path, metavar="FILE", help="also write every figure with its source")
     add("--plot", type=Path, metavar="FILE.png", help="also draw bytes and wire by stage")
     add("--formula", action="store_true", help="compile nothing: model states and the law alone")
@@ -100,26 +106,75 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _stages(given: Sequence[int] | None, rest: Sequence[str]) -> tuple[list[int], list[str]]:
+    """The stages to plan, and the flags of CONFIG with a stage that its other flags can have.
+
+    `--zero.stage` is another word for `--stage`, and what is for one stage alone is planned there.
+    """
+    own, rest = _taken("--zero.stage", rest)
+    stages = list(dict.fromkeys(range(len(STAGES)) if given is None else given))
+    if own is not None:
+        if own not in map(str, range(len(STAGES))):
+            raise ValueError(f"--zero.stage is {own!r}; use 0, 1, 2 or 3, or --stage for several.")
+        if given is not None and stages != [int(own)]:
+            raise ValueError(
+                f"--stage {' '.join(map(str, stages))} and --zero.stage {own} both say what is "
+                "planned; leave one out."
+            )
+        stages = [int(own)]
+    for key, stage in (("keep_gathered", 3), ("cut_layers", 1)):
+        if _taken(f"--zero.{key}", rest)[0] == "True":
+            rest = [*rest, "--zero.stage", str(stage if stage in stages else stages[0])]
+    return stages, rest
+
+
+def _taken(flag: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """What a flag is set to, the last time it is, and the words without it."""
+    value, kept, left = None, [], iter(words)
+    for word in left:
+        name, has_value, told = word.partition("=")
+        if name.replace("-", "_") == flag.replace("-", "_"):
+            value = told if has_value else next(left, "")
+        else:
+            kept.append(word)
+    return value, kept
+
+
 def _check_flags(flags: argparse.Namespace, config: Config | None) -> None:
-    if flags.num_gpus is None or (flags.gpu is None) == (flags.hardware is None):
+    if flags.gpu is not None and flags.hardware is not None:
+        raise ValueError("--gpu and --hardware both say what the GPUs are; leave one out.")
+    if flags.num_gpus is None or (flags.gpu is None and flags.hardware is None):
         raise ValueError(
             "--num-gpus and one of --gpu and --hardware are needed, as in --gpu h100-sxm "
             f"--num-gpus 64; --gpu is one of {', '.join(GPUS)}."
         )
     for name in ("num_gpus", "jobs", "capacity", "num_tokens", "params", "model_parallel"):
         value = getattr(flags, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {value:g}; give a number above 0.")
-    for name in ("params", "model_parallel"):
-        if getattr(flags, name) is not None and not flags.formula:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is for --formula; add it, or leave it out."
-            )
-    if flags.params and config is not None:
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{_spelled(name)} is {value:g}; give a finite number above 0.")
+    _check_formula(flags)
+    if flags.params is not None and config is not None:
         raise ValueError("--params and CONFIG both say how large the model is; leave one out.")
     if flags.num_tokens and config is None:
         raise ValueError("--num-tokens needs the batch of a CONFIG; give one, or leave it out.")
     _check_paths(flags)
+
+
+def _check_formula(flags: argparse.Namespace) -> None:
+    """Refuses what only the other of the two kinds of plan knows."""
+    if flags.formula:
+        for name in ("no_search", "jobs"):
+            if getattr(flags, name):
+                mend = "leave one of them out"
+                raise ValueError(f"--formula compiles nothing for {_spelled(name)}; {mend}.")
+        return
+    for name in ("params", "model_parallel"):
+        if getattr(flags, name) is not None:
+            raise ValueError(f"{_spelled(name)} is for --formula; add it, or leave it out.")
+
+
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _check_paths(flags: argparse.Namespace) -> None:
@@ -147,11 +202,11 @@ def _by_compiling(flags: argparse.Namespace, gpu: Gpu, config: Config | None) ->
         config,
         gpu,
         flags.num_gpus,
-        stages=tuple(dict.fromkeys(flags.stage)),
+        stages=tuple(flags.stage),
         finds_largest=not flags.no_search,
         num_tokens=flags.num_tokens,
         capacity_bytes=flags.capacity,
-        num_jobs=flags.jobs,
+        num_jobs=flags.jobs or Request.num_jobs,
     )
     return lambda: make_plan(request, lambda line: print(line, file=sys.stderr, flush=True))
 
@@ -161,8 +216,8 @@ def _by_formula(flags: argparse.Namespace, gpu: Gpu, config: Config | None) -> C
         flags.params or 1.0,
         gpu,
         flags.num_gpus,
-        stages=tuple(dict.fromkeys(flags.stage)),
-        capacity=flags.capacity or gpu.memory_bytes,
+        stages=tuple(flags.stage),
+        capacity_bytes=flags.capacity,
         model_parallel=flags.model_parallel or 1,
         num_tokens=flags.num_tokens,
     )
@@ -177,6 +232,8 @@ def _show(plan: Plan, flags: argparse.Namespace) -> int:
         flags.json.write_text(json.dumps(to_json(plan), indent=1, allow_nan=False) + "\n")
     if flags.plot:
         plot(plan, flags.plot)
+    if all(stage.failure for stage in plan.stages):
+        return NOTHING_COMPILED
     return FITS if fits_any(plan) else NOTHING_FITS
 
 

@@ -8,11 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jzero.cover import format_seconds
+from jzero.gpus import RESERVE
 from jzero.terminal import format_bytes, format_count
 
 COMPILED, FORMULA, GIVEN = "compiled", "formula", "given"
 SOURCES = (COMPILED, FORMULA, GIVEN)  # given: the GPU's capacity, the batch asked for
 MARK, MISSING = "~", "-"  # before a figure that is by formula; for one that is not known
+CAPACITY_NOTE = (
+    f"Capacity is the GPU's memory less {RESERVE:.0%} for CUDA, NCCL and fragmentation, which the "
+    "peak does not know."
+)
 CUTS = ("nothing cut", "state cut", "+ gradients", "+ parameters")  # what each stage adds
 
 
@@ -229,12 +235,6 @@ def _following(stage: StagePlan) -> dict[str, Figure]:
     return {key: figure for key, figure in found.items() if figure is not None}
 
 
-def _seconds(value: float) -> str:
-    if value < 0.9995:
-        return f"{value * 1e3:.{0 if value >= 0.0995 else 1}f} ms"
-    return f"{value:.1f} s"
-
-
 def _flops(value: float) -> str:
     for prefix in ("", "k", "M", "G", "T", "P", "E"):
         if round(value, 1) < 1000:
@@ -247,7 +247,7 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "bytes": format_bytes,
     "count": lambda value: f"{value:.0f}",
     "flops": _flops,
-    "seconds": _seconds,
+    "seconds": format_seconds,
     "share": lambda value: f"{value:.1%}",
     "rate": format_count,
     "hours": lambda value: f"{value:,.{0 if value >= 100 else 1}f}",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +13,10 @@ from flax import nnx
 from jzero.config import Config
 from jzero.formula import ClassBytes, largest_model, state_bytes
 from jzero.gpus import Gpu
+from jzero.layout import STAGES, is_floating, make_layout
+from jzero.losses import is_born_cut
 from jzero.mesh import make_mesh
-from jzero.plan_figures import FORMULA, GIVEN, Figure, Plan, Sent, StagePlan
+from jzero.plan_figures import CAPACITY_NOTE, FORMULA, GIVEN, Figure, Plan, Sent, StagePlan
 from jzero.precision import is_master
 from jzero.recipe import Setup, make_setup, resolve_batch
 from jzero.schema import own_arguments
@@ -26,6 +29,8 @@ NOTES = (
     "needs more than the peak given here. Leave --formula out to compile it.",
     "Gradients live within the step; they are in the peak.",
 )
+GATHERED_NOTE = "At stage 3 the weights are kept whole within the step, and are in the peak."
+BORN_CUT_NOTE = "With one microbatch stage 1 reduces gradients where they arise, as stage 2 does."
 TIME_NOTE = "Times take all communication as exposed; a compiled plan says what is covered."
 MIXED_PRECISION_ADAM = ClassBytes(2, 2, 12)  # 16 bits with a float32 master
 
@@ -39,7 +44,7 @@ class Formula:
       gpu: the GPU and its node.
       num_gpus: of the run.
       stages: in the order of the columns.
-      capacity: bytes of a GPU that model states may take.
+      capacity_bytes: of a GPU; None: `gpu.usable_bytes`.
       model_parallel: GPUs that each copy of the model is evenly split over besides.
       bytes_each: of a parameter, a summed gradient and the optimizer state.
       master_bytes: of the optimizer state, what the wide copy of a parameter takes.
@@ -50,6 +55,8 @@ class Formula:
       dtype: of the products.
       is_remat: whether the forward pass is computed again.
       num_tokens: for the hours.
+      whole_grads: share of the gradients, 0 to 1, that stage 1 holds whole: in the paper all.
+      keep_gathered: whether stage 3 gathers once a step and keeps the weights whole within it.
 
     Raises:
       ValueError: `num_gpus` is no multiple of `model_parallel`.
@@ -59,7 +66,7 @@ class Formula:
     gpu: Gpu
     num_gpus: int
     stages: tuple[int, ...] = (0, 1, 2, 3)
-    capacity: float = 0.0
+    capacity_bytes: float | None = None
     model_parallel: int = 1
     bytes_each: ClassBytes = MIXED_PRECISION_ADAM
     master_bytes: float = 4
@@ -70,6 +77,8 @@ class Formula:
     dtype: str = "bfloat16"
     is_remat: bool = True
     num_tokens: float | None = None
+    whole_grads: float = 1.0
+    keep_gathered: bool = False
 
     def __post_init__(self) -> None:
         if self.model_parallel < 1 or self.num_gpus % self.model_parallel:
@@ -83,6 +92,11 @@ class Formula:
         """N, the data-parallel GPUs."""
         return self.num_gpus // self.model_parallel
 
+    @property
+    def capacity(self) -> float:
+        """Bytes of a GPU that model states may take."""
+        return self.gpu.usable_bytes if self.capacity_bytes is None else self.capacity_bytes
+
 
 def formula_plan(request: Formula, facts: Mapping[str, Any] | None = None) -> Plan:
     """Makes a plan of formulas.
@@ -91,7 +105,7 @@ def formula_plan(request: Formula, facts: Mapping[str, Any] | None = None) -> Pl
       ValueError: a size is out of its range, or the GPU does not multiply in `dtype`.
 
     >>> from jzero.gpus import find_gpu
-    >>> plan = formula_plan(Formula(7.5e9, find_gpu("a100-80gb"), 64, capacity=80e9))
+    >>> plan = formula_plan(Formula(7.5e9, find_gpu("a100-80gb"), 64, capacity_bytes=8e10))
     >>> [stage.value("peak_bytes") / 1e9 for stage in plan.stages]
     [120.0, 31.40625, 16.640625, 1.875]
     """
@@ -99,7 +113,7 @@ def formula_plan(request: Formula, facts: Mapping[str, Any] | None = None) -> Pl
     split = f", {request.model_parallel}-way model parallel" if request.model_parallel > 1 else ""
     return Plan(
         title=f"{size} parameters on {request.num_gpus} x {request.gpu.name}{split}, by formula",
-        notes=NOTES if request.tokens is None else (*NOTES, TIME_NOTE),
+        notes=_notes(request),
         stages=tuple(_stage(request, stage) for stage in request.stages),
         facts={
             "gpu": request.gpu.name,
@@ -109,6 +123,16 @@ def formula_plan(request: Formula, facts: Mapping[str, Any] | None = None) -> Pl
             **(facts or {}),
         },
     )
+
+
+def _notes(request: Formula) -> tuple[str, ...]:
+    told = {
+        GATHERED_NOTE: request.keep_gathered and 3 in request.stages,
+        BORN_CUT_NOTE: request.whole_grads < 1 and 1 in request.stages,
+        CAPACITY_NOTE: request.capacity_bytes is None,
+        TIME_NOTE: request.tokens is not None,
+    }
+    return (*NOTES, *(note for note, is_so in told.items() if is_so))
 
 
 def of_config(config: Config, request: Formula) -> Formula:
@@ -143,7 +167,26 @@ def of_config(config: Config, request: Formula) -> Formula:
         num_microbatches=batch.num_microbatches,
         dtype=str(setup.policy.compute_dtype),
         is_remat=own_arguments(config.model).get("remat") == "full",
+        whole_grads=_whole_grads(setup, request, batch.num_microbatches),
+        keep_gathered=config.zero.keep_gathered,
     )
+
+
+def _whole_grads(setup: Setup, request: Formula, num_microbatches: int) -> float:
+    """Share of the gradients that stage 1 holds whole within a step."""
+    if 1 not in request.stages:
+        return 1.0
+    zero = setup.config.zero
+    leaves = make_layout(
+        abstract_leaves(setup.abstract),
+        num_shards=request.num_shards,
+        min_size=zero.min_size,
+        cut_layers=zero.cut_layers,
+    ).values()
+    trained = [leaf for leaf in leaves if is_floating(leaf.dtype)]
+    whole = [leaf for leaf in trained if not is_born_cut(leaf, STAGES[1], num_microbatches)]
+    sizes = [sum(math.prod(leaf.shape) for leaf in some) for some in (whole, trained)]
+    return sizes[0] / max(sizes[1], 1)
 
 
 def _check_mesh(config: Config, request: Formula) -> None:
@@ -180,7 +223,9 @@ def _stage(request: Formula, stage: int) -> StagePlan:
     sizes |= {"model_parallel": request.model_parallel}
     names = ("param_bytes", "grad_bytes", "optimizer_bytes")
     sizes |= dict(zip(names, each, strict=True))
-    held = state_bytes(request.num_params, **sizes)
+    paper = state_bytes(request.num_params, **sizes)
+    held = paper._replace(grads=paper.grads * _held_grads(request, stage))
+    peak = held.total + _kept_bytes(request, stage)
     master = held.optimizer * request.master_bytes / (each.optimizer or 1.0)
     sent = law(
         stage,
@@ -188,21 +233,40 @@ def _stage(request: Formula, stage: int) -> StagePlan:
         param_bytes=each.params,
         reduce_bytes=request.reduce_bytes,
         num_microbatches=request.num_microbatches,
+        keep_gathered=request.keep_gathered,
     )
     figures = {
         "params_bytes": held.params,
         "master_bytes": master,
         "state_bytes": held.optimizer - master,
         "grads_bytes": held.grads,
-        "peak_bytes": held.total,
-        "largest_params": largest_model(request.capacity, **sizes),
+        "peak_bytes": peak,
+        "largest_params": largest_model(request.capacity, **sizes) * (paper.total / peak),
         **_times(request, sent),
     }
     marked = {key: Figure(value, FORMULA) for key, value in figures.items()}
     marked["capacity_bytes"] = Figure(request.capacity, GIVEN)
+    return StagePlan(stage, marked, tuple(_rows(request, sent)))
+
+
+def _held_grads(request: Formula, stage: int) -> float:
+    """Of the gradients that the paper has a device hold, the share that it does."""
+    if stage != 1:
+        return 1.0
+    return request.whole_grads + (1 - request.whole_grads) / request.num_shards
+
+
+def _kept_bytes(request: Formula, stage: int) -> float:
+    """Of whole weights beside the shards, within a step."""
+    if stage != 3 or not request.keep_gathered or request.num_shards == 1:
+        return 0.0
+    return request.bytes_each.params * request.num_params / request.model_parallel
+
+
+def _rows(request: Formula, sent: Iterable[Any]) -> Iterator[Sent]:
     ring = (request.num_shards - 1) / request.num_shards
-    rows = [
-        Sent(
+    for row in sent:
+        yield Sent(
             kind=row.kind.replace("-", "_"),
             dtype="",
             axis="data",
@@ -210,9 +274,6 @@ def _stage(request: Formula, stage: int) -> StagePlan:
             wire_bytes=PASSES[row.kind] * ring * row.payload_bytes,
             source=FORMULA,
         )
-        for row in sent
-    ]
-    return StagePlan(stage, marked, tuple(rows))
 
 
 def _times(request: Formula, sent: Any) -> dict[str, float]:

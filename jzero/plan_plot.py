@@ -71,10 +71,12 @@ def plot(plan: Plan, path: str | Path) -> None:
     (memory, wire), (memory_legend, wire_legend) = figure.subplots(2, 2, **ratios)
     _draw_memory(memory, plan)
     _draw_wire(wire, plan)
-    _draw_legend(memory_legend, memory, 3)
-    _draw_legend(wire_legend, wire, 2)
-    figure.suptitle(plan.title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-    figure.savefig(path, format=path.suffix[1:].lower(), dpi=150)
+    legends = [_draw_legend(memory_legend, memory, 3), _draw_legend(wire_legend, wire, 2)]
+    title = figure.suptitle(plan.title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    # What is wider than its panel makes the picture wider: the layout does not see legends.
+    shown = [title, *(legend for legend in legends if legend)]
+    style = {"bbox_inches": "tight", "bbox_extra_artists": shown}
+    figure.savefig(path, format=path.suffix[1:].lower(), dpi=150, **style)
 
 
 def memory_classes(stage: StagePlan) -> dict[str, float]:
@@ -179,12 +181,16 @@ def _decorate(axes: Any, plan: Plan, label: str, top: float) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw_legend(axes: Any, of: Any, ncols: int) -> None:
+def _draw_legend(axes: Any, of: Any, ncols: int) -> Any:
+    """Draws the legend of one panel into another; returns it, None where it is empty."""
     axes.axis("off")
     handles, labels = of.get_legend_handles_labels()
-    if handles:
-        style = {"frameon": False, "fontsize": 9, "borderaxespad": 0, "columnspacing": 1.4}
-        axes.legend(handles, labels, loc="upper left", ncols=ncols, **style).set_in_layout(False)
+    if not handles:
+        return None
+    style = {"frameon": False, "fontsize": 9, "borderaxespad": 0, "columnspacing": 1.4}
+    legend = axes.legend(handles, labels, loc="upper left", ncols=ncols, **style)
+    legend.set_in_layout(False)
+    return legend
 
 
 def _tick(plan: Plan, stage: StagePlan) -> str:

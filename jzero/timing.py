@@ -150,6 +150,7 @@ def law(
     num_microbatches: int = 1,
     num_layers: int = 1,
     num_rest: float = 0,
+    keep_gathered: bool = False,
 ) -> list[Sent]:
     """What a step of each stage sends: 2, 2, G + 1 and at most 3 G passes over the parameters.
 
@@ -161,6 +162,7 @@ def law(
       num_microbatches: G, at least 1.
       num_layers: what travels goes layer by layer; each has a latency.
       num_rest: parameters outside the layers, which stage 3 gathers once, not twice.
+      keep_gathered: whether stage 3 gathers once a step, and so sends G + 1 passes.
 
     Raises:
       ValueError: a stage that there is not.
@@ -174,9 +176,10 @@ Sent(kind='all-gather', payload_bytes=2000000000.0, num_pieces=1)]
     if stage == 0:
         return [Sent("all-reduce", reduce_bytes * num_params, num_layers)]
     num_reduced = num_microbatches if stage >= 2 else 1
-    passes = 2 * num_params - num_rest if stage == 3 else num_params
-    num_gathered = num_microbatches if stage == 3 else 1
-    num_pieces = num_gathered * (2 if stage == 3 else 1) * num_layers
+    gathers_twice = stage == 3 and not keep_gathered
+    passes = 2 * num_params - num_rest if gathers_twice else num_params
+    num_gathered = num_microbatches if gathers_twice else 1
+    num_pieces = num_gathered * (2 if gathers_twice else 1) * num_layers
     return [
         Sent("reduce-scatter", num_reduced * reduce_bytes * num_params, num_reduced * num_layers),
         Sent("all-gather", num_gathered * param_bytes * passes, num_pieces),

@@ -1,6 +1,7 @@
 """Walks the computations of a compiled program as they are scheduled: collectives and compute.
 
-Every branch of a conditional counts; compute only as much of it as every branch has.
+Of a conditional the branch counts that sends the most; to cover something, only as much compute as
+every branch has.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Part(NamedTuple):
     compute: float = 0.0
     free: float = 0.0  # of the compute, what covers no collective of its own
     flops: float = 0.0  # of matrix products
-    unread: tuple[str, ...] = ()  # collectives that are not among the rows, or not as often
+    unread: tuple[str, ...] = ()  # what is not among the rows, or perhaps not as often as it runs
     notes: tuple[str, ...] = ()  # what makes the times less certain
 
 
@@ -43,6 +44,7 @@ class Walk:
     num_devices: int
     mesh: Mapping[str, int] | None  # sizes of axes, in order
     rates: Rates
+    more_than: int = 0  # elements of what is let be, if it cannot be counted for sure
     parts: dict[str, Part] = field(default_factory=dict)
 
 
@@ -109,15 +111,39 @@ def _instruction(it: Walk, scope: Computation, op: Instruction) -> Part:
         return _loop(it, scope, op)
     called = [walk(it, name) for name in callees(it.program, op)]
     if kind == "conditional":
-        whole, least = _joined(called), min(called, key=lambda part: part.free)
-        flops, compute = max(x.flops for x in called), max(x.compute for x in called)
-        return whole._replace(compute=compute, free=least.free, flops=flops)
+        return _conditional(it, op, called)
     if kind in ("call", "async"):
         return _joined(called)
     with_collectives = [part for part in called if part.rows or part.unread]
     if with_collectives:
         return _joined(with_collectives)._replace(compute=0.0, free=0.0)
     return _kernel(it, scope, op)
+
+
+def _conditional(it: Walk, op: Instruction, branches: Sequence[Part]) -> Part:
+    """One of its branches: which, the data decides."""
+    sent = [sum(row.wire_bytes * row.times for row in part.rows) for part in branches]
+    most = sent.index(max(sent))
+    whole = _joined(branches)
+    if len({_traffic(it, part) for part in branches}) > 1:
+        name = callees(it.program, op)[most]
+        line = (
+            f"of the {len(branches)} branches of a conditional one runs, and they send not the "
+            f"same; counted is the one that sends the most, %{name}: {short(op)}"
+        )
+        whole = whole._replace(unread=(*whole.unread, line))
+    return whole._replace(
+        rows=branches[most].rows,
+        compute=max(part.compute for part in branches),
+        free=min(part.free for part in branches),
+        flops=max(part.flops for part in branches),
+    )
+
+
+def _traffic(it: Walk, part: Part) -> tuple[str, ...]:
+    """What a branch sends, to compare it with another."""
+    rows = (row for row in part.rows if row.elements > it.more_than)
+    return tuple(sorted(f"{x.kind} {x.dtype} {x.elements} {x.axes} x {x.times}" for x in rows))
 
 
 def _kernel(it: Walk, scope: Computation, op: Instruction) -> Part:
@@ -134,8 +160,11 @@ def _loop(it: Walk, scope: Computation, op: Instruction) -> Part:
     condition, body = (walk(it, name) for name in loop_parts(op))
     joined = _joined([body, condition])
     trips = trip_count(it.program, scope, op)
-    if trips is None and joined.rows:
-        line = f"a collective's loop has no known trip count; use lax.scan: {short(op)}"
+    if trips is None and any(row.elements > it.more_than for row in joined.rows):
+        line = (
+            "a collective's loop has no known trip count; use lax.scan. Counted is one turn: "
+            f"{short(op)}"
+        )
         joined = joined._replace(unread=(*joined.unread, line))
     elif trips is None:
         line = f"a loop without a known trip count is timed as one turn: {short(op)}"

@@ -171,6 +171,15 @@ def muon_dims(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(dims, tree)
 
 
+def wide(schedule: Any) -> Any:
+    """A schedule of the count as a float of the default width, which is float64 here.
+
+    Of an integer count optax's schedules compute in float32, and XLA compiles that into each kernel
+    that needs the rate, here with a fused multiply-subtract, there without: 6e-8 of LR apart.
+    """
+    return lambda count: schedule(jnp.asarray(count, float))
+
+
 def every_other(step: Any, *_: Any, **__: Any) -> Any:
     """A condition on the step."""
     return step % 2 == 0
@@ -223,12 +232,12 @@ HAND = {
     "freeze": Case(lambda: optax.chain(optax.freeze(is_in_layers(params())), adam())),
     "inject_hyperparams": Case(
         lambda: optax.inject_hyperparams(optax.adamw)(
-            optax.linear_schedule(LR, 0.0, 7), mask=is_matrix
+            wide(optax.linear_schedule(LR, 0.0, 7)), mask=is_matrix
         )
     ),
     "inject_stateful_hyperparams": Case(
         lambda: deprecated(optax.inject_stateful_hyperparams)(optax.adam)(
-            optax.linear_schedule(LR, 0.0, 7), b1=0.8
+            wide(optax.linear_schedule(LR, 0.0, 7)), b1=0.8
         )
     ),
     "lbfgs": Case(lambda: optax.lbfgs(LR, memory_size=2, linesearch=short())),
@@ -259,7 +268,7 @@ HAND = {
     ),
     "scale_by_lbfgs": Case(lambda: descending(optax.scale_by_lbfgs(memory_size=2))),
     "scale_by_schedule": Case(
-        lambda: descending(optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 7)))
+        lambda: descending(optax.scale_by_schedule(wide(optax.cosine_decay_schedule(1.0, 7))))
     ),
     "scale_by_sm3": Case(lambda: optax.chain(optax.scale_by_sm3(), optax.scale(-LR)), vectors),
     "scale_by_zoom_linesearch": Case(lambda: optax.chain(optax.sgd(LR), short())),

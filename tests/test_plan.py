@@ -4,23 +4,34 @@ import dataclasses
 import json
 import shlex
 import sys
+import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from jzero import plan
-from jzero.compile_step import choose_attention, compile_step, gpu_of, stride_of, with_key
+from jzero.compile_step import (
+    choose_attention,
+    compile_step,
+    gpu_of,
+    peak_of,
+    stride_of,
+    with_key,
+)
 from jzero.config import load_config, parse_config
 from jzero.gpus import find_gpu
 from jzero.mesh import make_mesh
 from jzero.plan import CompileError, Request, config_tables, largest_micro_batch, make_plan
+from jzero.plan_figures import CAPACITY_NOTE, format_figure
 from jzero.target import library_path
 
 TABLES = {
     "model": {
         "vocab_size": 256,
         "num_positions": 32,
-        "num_layers": 2,
+        "num_layers": 1,
         "num_heads": 2,
         "embed_dim": 64,
         "loss_chunk": 16,
@@ -37,6 +48,27 @@ class Plain(nnx.Module):
 
     def __init__(self, size: int = 4):
         self.size = size
+
+
+class Table(nnx.Module):
+    """As small as a model can be; it calls back to Python where it is told to."""
+
+    def __init__(self, calls_back: bool = False, *, rngs: nnx.Rngs):
+        self.table, self.calls_back = (
+            nnx.Param(jax.random.normal(rngs.params(), (16, 8))),
+            calls_back,
+        )
+
+    def loss(self, tokens: jax.Array) -> jax.Array:
+        rows = self.table[...][tokens]
+        if self.calls_back:
+            jax.debug.print("{}", rows.sum())
+        return jnp.mean(rows**2)
+
+
+def table_job(num_gpus, **model):
+    tables = {"model": {"target": "tests.test_plan:Table", **model}, "data": {"seq_len": 4}}
+    return {"config": tables, "gpu": dataclasses.asdict(H100), "num_gpus": num_gpus}
 
 
 needs_plugin = pytest.mark.skipif(
@@ -146,6 +178,35 @@ def test_a_share_of_the_memory_is_kept_free_unless_a_capacity_is_given():
     assert request(capacity_bytes=5.0).capacity == 5.0
 
 
+def test_the_note_on_what_is_kept_free_is_for_the_capacity_that_keeps_it_free(monkeypatch):
+    monkeypatch.setattr(plan, "run_child", lambda job: found())
+    options = {"stages": (1,), "finds_largest": False}
+    assert CAPACITY_NOTE in make_plan(request(**options)).notes
+    assert CAPACITY_NOTE not in make_plan(request(**options, capacity_bytes=5e9)).notes
+
+
+def test_what_is_not_known_for_sure_of_the_wire_is_told_with_its_stage(monkeypatch):
+    monkeypatch.setattr(plan, "run_child", lambda job: found(unread=["a loop has no end"]))
+    notes = make_plan(request(stages=(2,), finds_largest=False)).notes
+    assert "Stage 2: what is sent may be wrong: a loop has no end" in notes
+
+
+def test_where_nothing_is_sent_nothing_is_said_to_be_covered(monkeypatch):
+    alone = {"comm_s": 0.0, "exposed_s": 0.0, "covered": None}
+    monkeypatch.setattr(plan, "run_child", lambda job: found(**alone))
+    (stage,) = make_plan(request(stages=(1,), finds_largest=False)).stages
+    assert format_figure("share", stage.figures["covered"]) == "-"
+
+
+@pytest.mark.parametrize(("told", "peak"), [(70, 95), (95, 95), (130, 130)])
+def test_the_peak_is_never_below_what_rests_and_all_temporaries(told, peak):
+    sizes = {"argument": 50, "temp": 40, "output": 35, "alias": 30}
+    memory = types.SimpleNamespace(
+        peak_memory_in_bytes=told, **{f"{name}_size_in_bytes": n for name, n in sizes.items()}
+    )
+    assert peak_of(memory) == peak
+
+
 def test_each_stage_is_compiled_without_options_of_other_stages(monkeypatch):
     jobs = []
     monkeypatch.setattr(plan, "run_child", lambda job: jobs.append(job) or found())
@@ -199,8 +260,10 @@ def test_what_no_stage_can_honour_is_an_error(monkeypatch):
         raise CompileError("ValueError: h100-sxm does not like it; use another")
 
     monkeypatch.setattr(plan, "run_child", child)
+    told = []
     with pytest.raises(ValueError, match="^h100-sxm does not like it; use another$"):
-        make_plan(request())
+        make_plan(request(), told.append)
+    assert sorted(told) == [f"stage {stage}: cannot work" for stage in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +271,10 @@ def test_what_no_stage_can_honour_is_an_error(monkeypatch):
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", r"signal 9 \(SIGKILL\)"),
         ("import sys; sys.exit('no such luck')", "(?s)exit status 1.*no such luck"),
+        (
+            "def f():\n    raise TypeError('two floats')\nimport jax, jax.numpy; jax.jit(f)()",
+            r"(?s)^TypeError: two floats; .* exit status 1; .*\nTypeError: two floats$",
+        ),
         ('print(); print(\'{"error": "12 is odd; use 13"}\')', "ValueError: 12 is odd; use 13"),
     ],
 )
@@ -242,6 +309,20 @@ def test_a_child_refuses_what_the_gpu_cannot_do():
     v100 = dataclasses.asdict(find_gpu("v100-sxm2-16gb"))
     with pytest.raises(ValueError, match="num_gpus 24 is not a multiple of the 16 GPUs"):
         compile_step({"config": TABLES, "gpu": v100, "num_gpus": 24})
+
+
+@needs_plugin
+@pytest.mark.xdist_group("gpu_program")
+def test_a_model_that_calls_back_to_python_is_refused_with_the_mend():
+    with pytest.raises(ValueError, match=r"jax\.debug\.print.* leave the call out of the model"):
+        compile_step(table_job(2, calls_back=True))
+
+
+@needs_plugin
+@pytest.mark.xdist_group("gpu_program")
+def test_one_gpu_sends_nothing_that_could_be_covered():
+    result = compile_step(table_job(1))
+    assert (result["sent"], result["comm_s"], result["covered"]) == ([], 0, None)
 
 
 def test_a_gpu_survives_the_way_to_the_child():

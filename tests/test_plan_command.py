@@ -83,10 +83,19 @@ def test_stages_are_printed_in_the_order_asked_for_and_once(capsys):
         (f"{CONFIG} --gpu h100_sxm --num-gpus 8", "did you mean 'h100-sxm'?"),
         (f"{CONFIG} --hardware mine.toml --num-gpus 8", "mine.toml cannot be read"),
         (f"configs/gpt2_124.toml {H100}", "config 'configs/gpt2_124.toml' does not exist"),
-        (f"--formula --params -1 {H100}", "--params is -1; give a number above 0"),
-        (f"--formula --params nan {H100}", "--params is nan; give a number above 0"),
-        (f"{CONFIG} {H100} --jobs 0", "--jobs is 0; give a number above 0"),
-        (f"{CONFIG} {H100} --num-tokens 0", "--num-tokens is 0; give a number above 0"),
+        (f"--formula --params -1 {H100}", "--params is -1; give a finite number above 0"),
+        (f"--formula --params 0 {H100}", "--params is 0; give a finite number above 0"),
+        (f"--formula --params nan {H100}", "--params is nan; give a finite number above 0"),
+        (f"--params 1e9 {H100}", "--params is for --formula; add it, or leave it out"),
+        (f"{CONFIG} {H100} --jobs 0", "--jobs is 0; give a finite number above 0"),
+        (f"{CONFIG} {H100} --num-tokens 0", "--num-tokens is 0; give a finite number above 0"),
+        (f"{CONFIG} {H100} --capacity inf", "--capacity is inf; give a finite number above 0"),
+        (f"{CONFIG} {H100} --capacity nan", "--capacity is nan; give a finite number above 0"),
+        (f"{FORMULA} --no-search", "--formula compiles nothing for --no-search; leave one of them"),
+        (f"{FORMULA} --jobs 2", "--formula compiles nothing for --jobs; leave one of them out"),
+        (f"{CONFIG} {H100} --zero.stage 4", "--zero.stage is '4'; use 0, 1, 2 or 3, or --stage"),
+        (f"{CONFIG} {H100} --stage 2 3 --zero.stage 2", "--stage 2 3 and --zero.stage 2 both say"),
+        (f"{CONFIG} {H100} --stage 2 --zero.keep_gathered True", "it is for stage 3, not 2:"),
         (f"{CONFIG} --formula {H100} --mesh.replica 2", "leave --formula out, or set both to 1"),
         (f"{CONFIG} {H100} --json configs", "--json configs is a folder; name a file in it"),
         (f"{CONFIG} {H100} --plot nowhere/plan.png", "'nowhere', which does not exist; make it"),
@@ -129,11 +138,14 @@ def planned(monkeypatch):
         (H100, "CONFIG is missing; give the path of a TOML file"),
         (CONFIG, "--num-gpus and one of --gpu and --hardware are needed, as in --gpu h100-sxm"),
         (f"{CONFIG} --gpu h100-sxm", "--num-gpus and one of --gpu and --hardware are needed"),
-        (f"{CONFIG} {H100} --hardware x.toml", "one of --gpu and --hardware are needed"),
+        (f"{CONFIG} {H100} --hardware x.toml", "--gpu and --hardware both say what the GPUs are"),
         (f"{CONFIG} --gpu h100sxm --num-gpus 8", "h100-sxm"),
         (f"{CONFIG} --gpu h100-sxm --num-gpus 12", "num_gpus 12 is not a multiple of the 8 GPUs"),
-        (f"{CONFIG} --gpu h100-sxm --num-gpus -8", "--num-gpus is -8; give a number above 0"),
-        (f"{CONFIG} {H100} --capacity 0", "--capacity is 0; give a number above 0"),
+        (
+            f"{CONFIG} --gpu h100-sxm --num-gpus -8",
+            "--num-gpus is -8; give a finite number",
+        ),
+        (f"{CONFIG} {H100} --capacity 0", "--capacity is 0; give a finite number above 0"),
         (f"{CONFIG} {H100} --params 1e9", "--params is for --formula; add it, or leave it out"),
         (f"{CONFIG} {H100} --formula --params 1e9", "both say how large the model is; leave one"),
         (f"{CONFIG} {H100} --plot plan.jpg", "does not end in .png, .svg or .pdf"),
@@ -167,6 +179,50 @@ def test_the_words_reach_the_request(planned, capsys):
     assert (request.num_tokens, request.num_jobs, request.num_gpus) == (1e9, 1, 8)
     assert (request.config.train.micro_batch, request.config.zero.min_size) == (5, 9)
     assert "a plan" in capsys.readouterr().out
+
+
+@needs_plugin
+@pytest.mark.parametrize(
+    ("words", "stages", "own"),
+    [
+        ("", (0, 1, 2, 3), {}),
+        ("--zero.stage 3", (3,), {}),
+        ("--zero.stage=1", (1,), {}),
+        ("--stage 2 --zero.stage 2", (2,), {}),
+        ("--stage 3 --zero.keep_gathered True", (3,), {"stage": 3, "keep_gathered": True}),
+        ("--zero.keep-gathered=True", (0, 1, 2, 3), {"stage": 3, "keep_gathered": True}),
+        ("--zero.cut_layers True --stage 1 2", (1, 2), {"stage": 1, "cut_layers": True}),
+        ("--zero.keep_gathered False --stage 1", (1,), {"keep_gathered": False}),
+    ],
+)
+def test_the_stage_of_the_configuration_is_the_stage_that_is_planned(planned, words, stages, own):
+    assert main(["plan", CONFIG, *H100.split(), *words.split()]) == 0
+    (request,) = planned
+    assert request.stages == stages
+    assert {key: getattr(request.config.zero, key) for key in own} == own
+
+
+@pytest.mark.parametrize(
+    ("failures", "peaks", "status"),
+    [
+        (("", "killed"), (1.0, None), 0),
+        (("", "killed"), (3.0, None), 1),
+        (("killed", "killed"), (None, None), 2),
+    ],
+)
+def test_the_exit_status_tells_what_does_not_fit_from_what_does_not_compile(
+    monkeypatch, failures, peaks, status
+):
+    def make_plan(*_):
+        stages = [
+            StagePlan(i, {"peak_bytes": Figure(p), "capacity_bytes": Figure(2.0)}, failure=failure)
+            for i, (failure, p) in enumerate(zip(failures, peaks, strict=True))
+        ]
+        return Plan("a plan", (), tuple(stages))
+
+    monkeypatch.setattr(plan_command, "make_plan", make_plan)
+    monkeypatch.setattr(plan_command, "check_cluster", lambda *_, **__: None)
+    assert main(["plan", CONFIG, *H100.split()]) == status
 
 
 def test_without_the_plugin_the_extra_to_install_is_named(planned, monkeypatch, capsys):

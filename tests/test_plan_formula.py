@@ -7,12 +7,15 @@ import pytest
 from jzero.config import parse_config
 from jzero.formula import ClassBytes
 from jzero.gpus import find_gpu
+from jzero.plan import Request
+from jzero.plan_figures import CAPACITY_NOTE
 from jzero.plan_formula import Formula, formula_plan, of_config
+from jzero.recipe import make_setup, trace_loss
 from jzero.timing import REMAT
 
 EXACT = 1e-12  # rounding of float64 alone
 H100 = find_gpu("h100-sxm")
-REQUEST = Formula(1.0, H100, 64, capacity=80e9)
+REQUEST = Formula(1.0, H100, 64, capacity_bytes=80e9)
 TIMES = {"flops", "compute_s", "comm_s", "exposed_s", "step_s", "tokens_per_s", "mfu", "hours"}
 # Eight devices, as here, would have to pad the state of 66 elements.
 MODEL = {
@@ -102,7 +105,7 @@ def test_the_peak_is_what_rests_and_the_gradients():
 
 
 def test_a_trillion_parameters_fit_at_stage_3_alone():
-    plan = formula_plan(Formula(1e12, H100, 1024, capacity=H100.memory_bytes))
+    plan = formula_plan(Formula(1e12, H100, 1024, capacity_bytes=H100.memory_bytes))
     assert [stage.fits for stage in plan.stages] == [False, False, False, True]
     assert value(plan, 3, "peak_bytes") == 16e12 / 1024
     assert "1.0T parameters on 1024 x h100-sxm, by formula" in plan.title
@@ -120,7 +123,12 @@ def test_stages_are_columns_in_the_order_asked_for():
 @pytest.mark.parametrize("model_parallel", [1, 4])
 def test_the_wire_is_the_law(num_microbatches, passes, model_parallel):
     given = Formula(
-        1e9, H100, 64, model_parallel=model_parallel, num_microbatches=num_microbatches, capacity=1
+        1e9,
+        H100,
+        64,
+        model_parallel=model_parallel,
+        num_microbatches=num_microbatches,
+        capacity_bytes=1,
     )
     num_shards = 64 // model_parallel
     unit = 2 * 1e9 / model_parallel * (num_shards - 1) / num_shards
@@ -132,6 +140,52 @@ def test_gradients_travel_in_the_dtype_asked_for_and_parameters_in_their_own():
     plan = formula_plan(request(precision={"policy": "bfloat16", "reduce_dtype": "float32"}))
     sent = {row.kind: row.wire_bytes for row in plan.stages[2].sent}
     assert sent["reduce_scatter"] == pytest.approx(2 * sent["all_gather"], rel=EXACT)
+
+
+def test_weights_that_are_kept_travel_once_a_step_and_are_whole_in_the_peak():
+    zero = {"stage": 3, "keep_gathered": True}
+    found = request(zero=zero, train={"micro_batch": 2, "num_microbatches": 4})
+    kept, freed = (
+        formula_plan(dataclasses.replace(found, keep_gathered=is_kept)) for is_kept in (True, False)
+    )
+    assert formula_plan(found) == kept
+    unit = 2 * found.num_params * 63 / 64
+    assert value(kept, 3, "wire_bytes") == pytest.approx(5 * unit, rel=EXACT)
+    assert value(freed, 3, "wire_bytes") == pytest.approx(12 * unit, rel=EXACT)
+    more = value(kept, 3, "peak_bytes") - value(freed, 3, "peak_bytes")
+    assert more == pytest.approx(2 * found.num_params, rel=EXACT)
+    largest = value(kept, 3, "largest_params") / found.num_params
+    assert largest == pytest.approx(80e9 / value(kept, 3, "peak_bytes"), rel=EXACT)
+    assert [stage.figures for stage in kept.stages[:3]] == [x.figures for x in freed.stages[:3]]
+    assert any("kept whole" in note for note in kept.notes)
+    assert not any("kept whole" in note for note in freed.notes)
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "zero"),
+    [(1, {}), (2, {}), (1, {"cut_layers": True}), (1, {"min_size": 3000})],
+)
+def test_gradients_of_stage_1_are_held_as_the_step_holds_them(num_microbatches, zero):
+    sections = {
+        "model": {**MODEL, "vocab_size": 256, "num_layers": 8, "embed_dim": 64},
+        "zero": {"stage": 1, **zero},
+        "train": {"micro_batch": 2, "num_microbatches": num_microbatches},
+    }
+    setup = make_setup(config(**sections))  # of the eight devices here, without padding
+    trace_loss(setup)
+    found = request(given=dataclasses.replace(REQUEST, num_gpus=8), **sections)
+    plan = formula_plan(found)
+    wanted = setup.zero.report(setup.abstract).grads_bytes
+    assert value(plan, 1, "grads_bytes") == pytest.approx(wanted, rel=EXACT)
+    parts = ("params_bytes", "master_bytes", "state_bytes", "grads_bytes")
+    peak = sum(value(plan, 1, key) for key in parts)
+    assert value(plan, 1, "peak_bytes") == pytest.approx(peak, rel=EXACT)
+
+
+def test_the_capacity_is_that_of_a_compiled_plan():
+    plan = formula_plan(dataclasses.replace(REQUEST, capacity_bytes=None))
+    assert value(plan, 0, "capacity_bytes") == Request(config(), H100, 64).capacity
+    assert CAPACITY_NOTE in plan.notes and CAPACITY_NOTE not in formula_plan(REQUEST).notes
 
 
 # Times
@@ -196,6 +250,6 @@ def test_a_mesh_as_large_as_the_plan_is_not_held_to_the_devices_at_hand():
 
 
 def test_a_gpu_that_does_not_multiply_so_is_refused():
-    volta = Formula(1.0, find_gpu("v100-sxm2-32gb"), 64, capacity=32e9)
+    volta = Formula(1.0, find_gpu("v100-sxm2-32gb"), 64, capacity_bytes=32e9)
     with pytest.raises(ValueError, match="does not multiply in bfloat16; use float32 or float16"):
         formula_plan(request(given=volta))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jzero import plan_plot
-from jzero.plan_figures import Figure, Plan, StagePlan
+from jzero.plan_figures import Figure, Plan, Sent, StagePlan
 from jzero.plan_plot import check_plot_path, memory_classes, plot
 from tests.plans import GIB, gpt2_plan, trillion_plan, with_failure
 
@@ -63,11 +63,24 @@ def test_the_png_shows_every_class_in_its_color(tmp_path):
     image = pytest.importorskip("matplotlib.image")
     plot(gpt2_plan(8), tmp_path / "plan.png")
     pixels = image.imread(tmp_path / "plan.png")[..., :3]
-    assert pixels.shape == (840, 1650, 3)
+    height, width, _ = pixels.shape
+    assert (height, width) == pytest.approx((840, 1650), rel=0.05)
     for name in (*CLASSES, "activations and the rest"):
         color = plan_plot.CLASS_COLORS[name]
         rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         assert (np.abs(pixels - rgb.reshape(1, 1, 3)).max(-1) < 0.01).sum() > 500, name
+
+
+def test_a_long_legend_and_a_long_title_are_not_cut_off(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    kinds = ("all_gather", "collective_permute", "reduce_scatter")
+    sent = tuple(Sent(kind, "bf16+f32", "replica x data x model", 1, GIB) for kind in kinds)
+    stage = StagePlan(2, gpt2_plan().stages[2].figures, sent)
+    plot(Plan("G" * 150, (), (stage,)), tmp_path / "plan.png")
+    pixels = image.imread(tmp_path / "plan.png")[..., :3]
+    edges = (pixels[:, :3], pixels[:, -3:], pixels[:3], pixels[-3:])
+    assert all((edge == 1).all() for edge in edges)
+    assert pixels.shape[1] > 150 * 20  # pixels; the title is 150 letters of 20 or more
 
 
 def test_the_bars_of_memory_stack_up_to_the_peak_in_gib(draw):

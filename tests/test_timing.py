@@ -173,3 +173,13 @@ def test_the_models_error_on_the_announcement_is_what_we_state():
     assert [round(row.ratio_model, 2) for row in rows] == [1.10, 1.24, 1.15, 1.81]
     assert [round(row.error, 2) for row in rows] == [-0.07, -0.18, -0.35, -0.51]
     assert all(abs(row.zero_model / row.zero_published - 1) < 0.22 for row in rows)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_weights_that_are_kept_are_gathered_once_a_step(num_microbatches):
+    options = {"num_microbatches": num_microbatches, "num_layers": 12, "num_rest": 1e8}
+    kept = law(3, 1e9, keep_gathered=True, **options)
+    assert kept == law(2, 1e9, **options)
+    assert [law(stage, 1e9, keep_gathered=True, **options) for stage in (0, 1, 2)] == [
+        law(stage, 1e9, **options) for stage in (0, 1, 2)
+    ]

@@ -86,6 +86,8 @@ def test_a_step_compiles_for_every_gpu_of_the_table(gpu):
     found = collectives(compiled(gpu.name))
     assert found["all-gather"] == 2 and found["reduce-scatter"] >= 2  # forward and backward loop
     assert not found["all-to-all"]
+    told = f"the program is for {gpu.device_name}: give rates= for its own seconds"
+    assert (told in str(jzero.collectives(compiled(gpu.name)))) == ("H100" not in gpu.device_name)
     args = compiled(gpu.name).memory_analysis().argument_size_in_bytes
     at_rest = (2 * 128 * 128 + 128) * (2 + 8) / 8  # 16-bit parameters, two float32 moments
     assert args - 8 * 128 * 2 == pytest.approx(at_rest, abs=64)  # rows of the batch; the count
