@@ -29,6 +29,10 @@ MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
 NUM_OPEN = 8  # arrays that are written at the same time
 
 
+class DamagedError(ValueError):
+    """What is stored is not what was written."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
     """What is known of an array on disk.
@@ -53,12 +57,13 @@ class StoredLeaf:
     @property
     def metadata(self) -> dict[str, Any]:
         """What zarr.json says, apart from defaults."""
+        order = {"configuration": {"endian": "little"}} if np.dtype(self.dtype).itemsize > 1 else {}
         return {
             "shape": list(self.shape),
             "data_type": self.dtype,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.chunk)}},
             "codecs": [
-                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "bytes", **order},
                 {"name": "crc32c"},
             ],
         }
@@ -210,7 +215,7 @@ class StoredArrays:
             found = _open(place, self.stored[name], self._context, is_new=False)
             return np.asarray(found[index].read().result())
         except ValueError as error:
-            raise ValueError(f"{name} in {self.directory}: {_reason(error)}") from error
+            raise DamagedError(f"{name} in {self.directory}: {_reason(error)}") from error
 
     def damaged(self, name: str) -> list[str]:
         """Reads all of an array, chunk by chunk; what is wrong with it, one line each."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jzero.checkpoint import Step, damaged, open_step, steps_in
+from jzero.checkpoint import IN_RUN, Step, damaged, open_step, steps_in
 from jzero.restore import PARAMS
 from jzero.resume import INFO_CONFIG
 from jzero.terminal import format_bytes
@@ -15,8 +15,8 @@ USAGE = """\
 usage: jzero checkpoint inspect DIR    steps, sizes, arrays, configuration and versions
        jzero checkpoint verify DIR     reads every byte of every step and compares checksums
 
-DIR is a directory of steps, or one step's folder. The exit status of verify is 1 where a byte
-differs.
+DIR is the folder of a run, of its checkpoints, or of one step. The exit status of verify is 1
+where a byte differs.
 """
 OK, DAMAGED = 0, 1
 
@@ -27,7 +27,7 @@ def prepare_checkpoint(words: Sequence[str]) -> Callable[[], int]:
     Raises:
       ValueError: the words are others, or there is no checkpoint.
     """
-    if words[:1] in (["-h"], ["--help"]):
+    if {"-h", "--help"} & set(words):
         return _help
     if len(words) != 2 or words[0] not in ("inspect", "verify"):
         raise ValueError(f"{' '.join(words) or 'nothing'} is not understood.\n\n{USAGE}")
@@ -45,6 +45,9 @@ def step_paths(path: str | Path) -> list[Path]:
     Raises:
       ValueError: there is none.
     """
+    path = Path(path)
+    if not steps_in(path) and steps_in(path / IN_RUN):
+        path = path / IN_RUN
     steps = steps_in(path)
     return [Path(path) / str(step) for step in steps] if steps else [open_step(path).path]
 
@@ -86,6 +89,9 @@ def _verify(paths: Sequence[Path]) -> int:
             faults = damaged(open_step(path))
         except ValueError as error:
             faults = [str(error)]
+        if faults and not path.exists():
+            print(f"{path}: deleted meanwhile, by its run")
+            continue
         bad += faults
         print(f"{path}: {'whole' if not faults else 'DAMAGED'}")
     for fault in bad:

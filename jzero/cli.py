@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jzero.arguments import HELP, parse_arguments
+from jzero.arrays import DamagedError
 from jzero.checkpoint_command import prepare_checkpoint
 from jzero.huggingface_command import prepare_export, prepare_import
 from jzero.model_commands import prepare_eval, prepare_sample
@@ -38,6 +39,9 @@ With JZERO_TRACEBACK=1 in the environment an error shows where it was raised.
 """
 OK, FAILED, USAGE_ERROR = 0, 1, 2
 STOPPED = {None: OK, "SIGTERM": OK, "SIGINT": 130}  # by what ended a run early
+MEND_DAMAGE = """\
+`jzero checkpoint verify` says which steps are whole; name one of those, or remove the folder of the
+damaged step to go on from the one before."""
 LOUD_ONCE = ("train", "import")  # commands whose failed writes are told by jzero, not by Orbax
 
 
@@ -75,22 +79,27 @@ def _run(command: str, words: Sequence[str]) -> int:
     except ValueError as error:
         if os.environ.get("JZERO_TRACEBACK"):
             raise
-        return _fail(f"jzero {command}: {error}")
+        return _told(command, error, USAGE_ERROR)
     if command in LOUD_ONCE:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         return start()
-    except (FloatingPointError, SaveError) as error:
-        return _fail(f"jzero {command}: {error}", FAILED)
     except BrokenPipeError:  # of `| head`, say, which has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except KeyboardInterrupt:
         return _fail(f"jzero {command}: stopped at once", STOPPED["SIGINT"])
+    except (FloatingPointError, SaveError, DamagedError) as error:
+        return _told(command, error, FAILED)
     except (ValueError, OSError) as error:
-        if command != "plan" or os.environ.get("JZERO_TRACEBACK"):
+        if command in ("train", "report") or os.environ.get("JZERO_TRACEBACK"):
             raise
-        return _fail(f"jzero {command}: {error}")
+        return _told(command, error, USAGE_ERROR)
+
+
+def _told(command: str, error: Exception, status: int) -> int:
+    mend = f"\n{MEND_DAMAGE}" if isinstance(error, DamagedError) else ""
+    return _fail(f"jzero {command}: {error}{mend}", status)
 
 
 def _train(words: Sequence[str]) -> Callable[[], int]:

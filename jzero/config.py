@@ -227,12 +227,10 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         check_least(self, "checkpoint", 0, "every")
         check_least(self, "checkpoint", 1, "keep")
-        if self.every:
-            return
-        for f in dataclasses.fields(self):
-            if f.name != "every" and getattr(self, f.name) != f.default:
+        for name in ("dir", "resume"):
+            if not self.every and getattr(self, name) not in ("", "auto"):
                 mend = "it has no effect without checkpoint.every: set that, too, or leave it out"
-                refuse(self, "checkpoint", f.name, mend)
+                refuse(self, "checkpoint", name, mend)
 
 
 @dataclass(frozen=True, kw_only=True)

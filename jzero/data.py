@@ -1,6 +1,7 @@
 """The data of a run: batches whose position is a function of the step, and the figure to beat."""
 
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -37,12 +38,7 @@ def open_corpus(cuts: DataConfig, model: ModelConfig) -> Corpus:
       ValueError: no data, too little, ids beyond `vocab_size`, or `seq_len` above `num_positions`.
     """
     arguments = own_arguments(model)
-    longest = arguments.get("num_positions")
-    if longest is not None and cuts.seq_len > longest:
-        raise ValueError(
-            f"[data] seq_len {cuts.seq_len} is longer than the model's num_positions {longest}; "
-            f"set seq_len to {longest} or less, or raise model.num_positions."
-        )
+    check_seq_len(cuts, model)
     tokens = open_tokens(cuts.path, max_bytes=cuts.max_bytes)
     if cuts.val_path is None:
         train, val = split(tokens, cuts.val_fraction)
@@ -57,6 +53,30 @@ def open_corpus(cuts: DataConfig, model: ModelConfig) -> Corpus:
     if not corpus.is_bytes or train.size > MAX_CHECKED:
         return corpus
     return replace(corpus, bigram_bits=bigram_bits(train, val))
+
+
+def check_seq_len(cuts: DataConfig, model: ModelConfig) -> None:
+    """Refuses rows that are longer than the model has positions.
+
+    Raises:
+      ValueError: with both lengths.
+    """
+    longest = own_arguments(model).get("num_positions")
+    if longest is not None and cuts.seq_len > longest:
+        raise ValueError(
+            f"[data] seq_len {cuts.seq_len} is longer than the model's num_positions {longest}; "
+            f"set seq_len to {longest} or less, or raise model.num_positions."
+        )
+
+
+def fingerprint(tokens: Tokens) -> list[int]:
+    """How many tokens there are, and a checksum of the first and the last of them.
+
+    >>> fingerprint(open_tokens("python-stdlib", max_bytes=100))[0]
+    100
+    """
+    ends = (tokens[:CHUNK], tokens[max(tokens.size - CHUNK, 0) : tokens.size])
+    return [tokens.size, zlib.crc32(ends[1].tobytes(), zlib.crc32(ends[0].tobytes()))]
 
 
 @dataclass(frozen=True)

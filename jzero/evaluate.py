@@ -16,6 +16,14 @@ from jzero.outputs import split_loss
 from jzero.recipe import Setup
 
 
+def evaluated(graphdef: Any, variables: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
+    """A model's parts as it is evaluated: Flax's dropout off, batch statistics those it has."""
+    model = nnx.merge(graphdef, *variables)
+    model.eval()
+    graphdef, params, others = nnx.split(model, nnx.Param, ...)
+    return graphdef, (params, others)
+
+
 def make_summed_loss(setup: Setup) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """A function (model, tokens) to the sum and the weight of the loss, averaged over devices."""
 

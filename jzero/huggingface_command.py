@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from jzero.config import ModelConfig, parse_config
 from jzero.huggingface import open_huggingface, write_huggingface
 from jzero.loaded import huggingface_tables, tokens_of
 from jzero.manifest import Manifest
-from jzero.ownership import Owner
 from jzero.restore import MASTER, PARAMS
 from jzero.resume import (
     INFO_CONFIG,
@@ -48,13 +48,12 @@ def prepare_import(words: Sequence[str]) -> Callable[[], int]:
         arrays = {name: pieces_of_source(source, name) for name in source.leaves}
         info = {INFO_CONFIG: config_tables(config), INFO_TOKENS: tokens_of(found.arguments)}
         manifest = Manifest(0, {name: x.leaf for name, x in arrays.items()}, info)
-        owner, checkpoints = Owner(out), Checkpoints(out, keep=1, is_async=False)
-        try:
+        with Checkpoints(out, keep=1, is_async=False) as checkpoints:
             checkpoints.write(manifest, arrays)
-        finally:
-            checkpoints.close()
-            owner.close()
-        print(f"{out}: {len(arrays)} arrays; train from it with --model.init_from {out}")
+        print(f"{out}: {len(arrays)} arrays; to train from it, begin a configuration with")
+        print(f'\n[model]\ntarget = "{flags.target}"\ninit_from = "{out}"')
+        for key, value in found.arguments.items():
+            print(f"{key} = {json.dumps(value)}")
         return OK
 
     return start

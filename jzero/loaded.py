@@ -9,6 +9,8 @@ from typing import Any
 
 from jzero.arguments import parse_flags
 from jzero.checkpoint import open_step
+from jzero.data import check_seq_len
+from jzero.evaluate import evaluated
 from jzero.huggingface import open_huggingface
 from jzero.recipe import Setup, make_setup
 from jzero.restore import PARAMS, fit, places_of, restore_state
@@ -18,7 +20,7 @@ from jzero.state import abstract_parts, graphdef_of
 from jzero.weights import is_checkpoint
 
 DEFAULT_TARGET = "models.gpt2:GPT2"
-NOT_HERE = ("checkpoint", "optimizer", "schedule")  # sections that say nothing of a trained model
+KEPT = ("model", "precision", "zero")  # sections that say something of a trained model
 BYTES, IDS = "bytes", "ids"
 
 
@@ -43,11 +45,11 @@ class Stored:
     folder: Path | None = None
 
     def load(self) -> tuple[Any, tuple[Any, Any]]:
-        """The model: its static part, its parameters at rest and its other Variables."""
+        """The model as it is evaluated: static part, parameters at rest and other Variables."""
         parts = _weight_parts(self.setup)
         places = places_of(self.setup.zero, parts)
         state = restore_state(parts, places, self.source, self.names)
-        return graphdef_of(self.setup), (state["params"], state["others"])
+        return evaluated(graphdef_of(self.setup), (state["params"], state["others"]))
 
 
 def open_stored(command: str, path: str, flags: Sequence[str] = ()) -> Stored:
@@ -90,15 +92,18 @@ def tokens_of(arguments: dict[str, Any]) -> str:
 
 
 def _tables(saved: dict[str, Any]) -> dict[str, Any]:
-    tables = {section: dict(table) for section, table in saved.items() if section not in NOT_HERE}
+    tables = {section: dict(saved[section]) for section in KEPT if section in saved}
     tables.get("model", {}).pop("init_from", None)
-    return tables
+    tables.get("zero", {}).pop("axes", None)
+    return tables | {"data": {"seq_len": saved["data"]["seq_len"]}}
 
 
 def _stored(
     command: str, path: Path, tables: Any, flags: Sequence[str], source: Source, tokens: str
 ) -> Stored:
-    setup = make_setup(parse_flags(command, tables, flags, str(path)))
+    config = parse_flags(command, tables, flags, str(path))
+    check_seq_len(config.data, config.model)
+    setup = make_setup(config)
     parts = _weight_parts(setup)
     places = places_of(setup.zero, parts)
     mine = (PARAMS, "others.", "master.")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jzero.arrays import StoredLeaf, folder_name
+from jzero.arrays import DamagedError, StoredLeaf, folder_name
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
@@ -70,10 +70,7 @@ def read_manifest(directory: Path) -> Manifest:
     except (ValueError, KeyError, AttributeError):
         is_right, fields = False, {}
     if not is_right:
-        raise ValueError(
-            f"{path} is damaged: it does not have the checksum it was written with; restore an "
-            "earlier step, by removing this step's folder."
-        )
+        raise DamagedError(f"{path} is damaged: it does not have the checksum it was written with")
     if fields["format"] != FORMAT:
         raise ValueError(
             f"{path} has format {fields['format']}, and this jzero reads {FORMAT}; upgrade jzero."

@@ -22,6 +22,9 @@ mesh with the same result. Every key of its configuration can be set, as in --ze
 SAMPLE = """\
 Has a checkpoint, or a Hugging Face folder, write text that goes on from a prompt.
 """
+# Keys of the configuration that say something of a trained model, or of where it runs.
+FLAGS = ("--model.", "--precision.", "--zero.", "--mesh.", "--data.seq_len", "--data.max_bytes",
+         "--train.micro_batch")  # fmt: skip
 OK = 0
 
 
@@ -59,8 +62,8 @@ def prepare_eval(words: Sequence[str]) -> Callable[[], int]:
 
 
 def _open_data(stored: Stored, path: str) -> tuple[Tokens, Windows]:
-    tokens = open_tokens(path)
     config = stored.setup.config
+    tokens = open_tokens(path, max_bytes=config.data.max_bytes)
     vocab_size = own_arguments(config.model).get("vocab_size")
     if stored.tokens != BYTES and tokens.vocab_size_hint == 256:
         raise ValueError(
@@ -174,4 +177,7 @@ def _parsed(
     unknown = [word for word in rest if word.startswith("--") and "." not in word.split("=")[0]]
     if unknown:
         parser.error(f"there is no flag {unknown[0]}; those of its configuration are --section.key")
+    idle = [word for word in rest if word.startswith("--") and not word.startswith(FLAGS)]
+    if idle:
+        parser.error(f"{idle[0]} has no effect here; of the configuration, set {', '.join(FLAGS)}")
     return flags, rest

@@ -48,6 +48,11 @@ class Policy:
         _check_state(self)
         object.__setattr__(self, "loss_scale", _checked_scale(self.loss_scale))
 
+    def without_master(self) -> Policy:
+        """The policy of parameters as wide as its master copy, which need none, and no scale."""
+        wide = self.master_dtype or self.param_dtype
+        return dataclasses.replace(self, param_dtype=wide, master_dtype=None, loss_scale=None)
+
     def rows(self) -> list[tuple[str, str]]:
         """Returns (name, dtype) pairs for a table.
 

@@ -47,6 +47,7 @@ class Setup:
     make_model: Callable[[jax.Array], nnx.Module]
     abstract: nnx.Module  # the model, with shapes in place of arrays
     tx: optax.GradientTransformationExtraArgs
+    tx_without_master: optax.GradientTransformationExtraArgs  # of it, for parameters as wide
     schedule: optax.Schedule
     policy: Policy
 
@@ -144,10 +145,12 @@ def make_setup(config: Config, mesh: Mesh | None = None) -> Setup:
     )
     tx = make_optimizer(config.optimizer, schedule, momentum)
     try:
+        inner = with_policy(tx, policy.without_master())
         tx = with_policy(tx, policy, **config.precision.scale_options)
     except ValueError as error:
         raise ValueError(f"[precision] {error}") from error
-    setup = Setup(config, zero, make_model, abstract, zero.optimizer(tx), schedule, policy)
+    txs = zero.optimizer(tx), zero.optimizer(inner)
+    setup = Setup(config, zero, make_model, abstract, *txs, schedule, policy)
     _ = setup.batch  # numbers that do not go together are refused here
     return setup
 

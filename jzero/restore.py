@@ -9,7 +9,7 @@ master, rounded.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.arrays import Pieces, pieces_of
-from jzero.layout import is_floating, is_key
+from jzero.layout import P, is_floating, is_key
+from jzero.mesh import named_sharding
 from jzero.precision import MasterWeightsState, bits
 from jzero.scaling import LossScaleState
 from jzero.source import Index, Source
@@ -61,10 +62,37 @@ def places_of(zero: Zero, parts: Mapping[str, Any]) -> dict[str, AtRest]:
     places: dict[str, AtRest] = {}
     for part, tree in parts.items():
         is_cut = part in (PARAMS[:-1], OPT_STATE)
-        at_rest = zero.at_rest(tree) if is_cut else zero.replicated(tree)
+        try:
+            at_rest = zero.at_rest(tree) if is_cut else zero.replicated(tree)
+        except ValueError as error:
+            more = " Of an nnx.Optimizer pass its opt_state." if part == OPT_STATE else ""
+            raise ValueError(f"{part} is no state of this Zero: {error}{more}") from error
         names = stored_names(part, tree)
         places |= {names[name]: place for name, place in at_rest.items()}
     return places
+
+
+def as_arrays(zero: Zero, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts with an array, which every device holds, in place of each number."""
+
+    def place(x: Any) -> Any:
+        if isinstance(x, jax.Array):
+            return x
+        x = np.asarray(x)
+        return jax.device_put(x, named_sharding(zero.mesh, P(), x.ndim))
+
+    return {part: jax.tree.map(place, tree) for part, tree in parts.items()}
+
+
+def belongs(name: str, parts: Iterable[str]) -> bool:
+    """Whether a stored array is of one of some parts of a state.
+
+    >>> [belongs(name, ["opt_state"]) for name in ("params.w", "master.w", "optimizer.count")]
+    [False, True, True]
+    """
+    mine = {OPT_STATE: (MASTER, LOSS_SCALE, OPTIMIZER)}
+    starts = [start for part in parts for start in mine.get(part, (f"{part}.",))]
+    return name in parts or name.startswith((*starts,))
 
 
 def is_weight(name: str) -> bool:
@@ -159,7 +187,8 @@ def fit(
     left = [n for n in found if n not in used and not n.startswith((MASTER, LOSS_SCALE))]
     bad += [f"unexpected: {n} {_shape(found[n].shape)}" for n in left]
     if bad:
-        raise ValueError(f"{len(bad)} arrays differ:\n  " + "\n  ".join(bad))
+        what = "1 array differs" if len(bad) == 1 else f"{len(bad)} arrays differ"
+        raise ValueError(f"{what}:\n  " + "\n  ".join(bad))
     return Fit(names, tuple(_notes(places, found, names)))
 
 

@@ -22,10 +22,12 @@ from jzero.restore import (
     Fit,
     fit,
     is_weight,
+    place_array,
     places_of,
     restore_state,
+    stored_names,
 )
-from jzero.schema import key_of
+from jzero.schema import import_target, key_of
 from jzero.source import Renamed, Source
 from jzero.state import (
     TrainState,
@@ -33,11 +35,28 @@ from jzero.state import (
     fresh_loss_scale,
     init_state,
     replicated,
-    state_parts,
 )
+from jzero.trees import named_leaves
 
-INFO_ROWS, INFO_CONFIG, INFO_SCALE, INFO_TOKENS = "num_rows", "config", "loss_scale", "tokens"
+INFO_ROWS, INFO_CONFIG, INFO_SCALE = "num_rows", "config", "loss_scale"
+INFO_TOKENS, INFO_DATA = "tokens", "data"
 QUIET = ("train.out_dir", "train.log_every", "checkpoint.")  # say nothing of the state
+
+
+OTHERS = "others."  # Variables of the model that are no parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Weights to start from.
+
+    Args:
+      source: by the names that checkpoints give them.
+      arguments: of their model, as far as they are known.
+    """
+
+    source: Source
+    arguments: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +67,18 @@ class Start:
       step: steps done before.
       num_rows: rows of the data that were read before.
       notes: lines for the user.
+      data: `jzero.data.fingerprint` of what they were read from; None at the start.
       make: from the initial and the run's random key to the state and the key to go on with.
     """
 
     step: int
     num_rows: int
     notes: tuple[str, ...]
+    data: list[int] | None  # fingerprint of the data that those rows are of
     make: Callable[[jax.Array, jax.Array], tuple[TrainState, jax.Array]]
 
 
-def find_start(setup: Setup, open_weights: Callable[[str], Source]) -> Start:
+def find_start(setup: Setup, open_weights: Callable[[str], Weights]) -> Start:
     """Decides how a run starts, as [checkpoint] and [model] say.
 
     Args:
@@ -78,7 +99,7 @@ def find_start(setup: Setup, open_weights: Callable[[str], Source]) -> Start:
     def make(init_key: jax.Array, run_key: jax.Array) -> tuple[TrainState, jax.Array]:
         return init_state(setup, init_key), run_key
 
-    return Start(0, 0, (), make)
+    return Start(0, 0, (), None, make)
 
 
 def _own_step(config: Config) -> Step | None:
@@ -127,8 +148,11 @@ def _resumed(setup: Setup, step: Step) -> Start:
         return _state(restore_state(born, places, arrays, fitted.names))
 
     notes = (f"goes on from step {step.manifest.step}, in {step.path}", *fitted.notes)
-    notes += changes(info.get(INFO_CONFIG, {}), config_tables(setup.config))
-    return Start(step.manifest.step, int(info[INFO_ROWS]), notes, make)
+    before, now = info.get(INFO_CONFIG, {}), config_tables(setup.config)
+    target = setup.config.model.target
+    check_model(target, before.get("model", {}), now["model"], str(step.path))
+    notes += changes(before, now)
+    return Start(step.manifest.step, int(info[INFO_ROWS]), notes, info.get(INFO_DATA), make)
 
 
 def _fresh_scalars(
@@ -166,38 +190,77 @@ def _state(parts: Mapping[str, Any]) -> tuple[TrainState, jax.Array]:
     return state, run["rng"]
 
 
-def _from_weights(setup: Setup, path: str, open_weights: Callable[[str], Source]) -> Start:
-    source = open_weights(path)
-    parts = abstract_parts(setup)
-    weights = {name: x for name, x in places_of(setup.zero, parts).items() if is_weight(name)}
-    found = {name: x for name, x in source.leaves.items() if is_weight(name)}
+def _from_weights(setup: Setup, path: str, open_weights: Callable[[str], Weights]) -> Start:
+    opened = open_weights(path)
+    source, parts = opened.source, abstract_parts(setup)
+    places = places_of(setup.zero, parts)
+    others = {name: x for name, x in places.items() if name.startswith(OTHERS)}
+    has_others = all(name in source.leaves for name in others)
+    wanted = {n: x for n, x in places.items() if is_weight(n)} | (others if has_others else {})
+    found = {n: x for n, x in source.leaves.items() if is_weight(n) or n in wanted}
     try:
-        fitted = fit(weights, found)
+        fitted = fit(wanted, found)
     except ValueError as error:
+        sizes = ", ".join(f"{key} = {json.dumps(x)}" for key, x in opened.arguments.items())
         raise ValueError(
             f"[model] init_from {path} does not fit {setup.config.model.target}: {error}\n"
-            "Give [model] the sizes of those weights."
+            f"Give [model] the sizes of those weights{': ' + sizes if sizes else ''}."
         ) from error
+    now = config_tables(setup.config)["model"]
+    check_model(setup.config.model.target, opened.arguments, now, path)
 
     def make(init_key: jax.Array, run_key: jax.Array) -> tuple[TrainState, jax.Array]:
         return _born_of(setup, source, fitted, init_key), run_key
 
-    return Start(0, 0, (f"starts from the weights in {path}", *fitted.notes), make)
+    notes = [f"starts from the weights in {path}", *fitted.notes]
+    if not has_others:
+        notes.append(f"made anew, for it has none of them: {', '.join(others)}")
+    return Start(0, 0, tuple(notes), None, make)
 
 
 def _born_of(setup: Setup, source: Source, fitted: Fit, init_key: jax.Array) -> TrainState:
-    """A first state with weights that were read; its master copy is them, unrounded."""
-    parts = abstract_parts(setup)
+    """A first state with weights that were read.
+
+    The optimizer starts from the unrounded ones: they are the master copy, and what else it keeps
+    of the parameters (a schedule-free average, say) is of them.
+    """
+    parts, names = abstract_parts(setup), fitted.names
     params = restore_params(setup, source, fitted)
-    others = parts["others"]
-    if jax.tree.leaves(others):
+    others = {"others": parts["others"]}
+    if all(n in names for n in places_of(setup.zero, others)):
+        others = restore_state(others, places_of(setup.zero, others), source, names)["others"]
+    else:
         others = init_state(setup, init_key).others
-    state = TrainState(params, others, setup.tx.init(params), replicated(setup, np.int32(0)))
-    born = state_parts(state, init_key)
-    places = places_of(setup.zero, {OPT_STATE: state.opt_state})
-    masters = {name: x for name, x in fitted.names.items() if name.startswith(MASTER)}
-    restored = restore_state({OPT_STATE: born[OPT_STATE]}, places, source, masters)
-    return state._replace(opt_state=restored[OPT_STATE])
+    opt_state = setup.tx.init(params)
+    masters = {name: x for name, x in names.items() if name.startswith(MASTER)}
+    if masters:
+        opt_state = _of_wide(setup, opt_state, source, masters, params)
+    return TrainState(params, others, opt_state, replicated(setup, np.int32(0)))
+
+
+def _of_wide(
+    setup: Setup, opt_state: Any, source: Source, masters: Mapping[str, str], params: Any
+) -> Any:
+    """The state of an optimizer as it is born of unrounded parameters."""
+    places = places_of(setup.zero, {OPT_STATE: opt_state})
+    opt_state = restore_state({OPT_STATE: opt_state}, places, source, masters)[OPT_STATE]
+    wide = setup.policy.master_dtype
+    leaves, treedef = named_leaves(params)
+    at_rest = setup.zero.at_rest(params)
+    unrounded = [
+        place_array(source, masters[MASTER + name], at_rest[name].in_dtype(wide))
+        if MASTER + name in masters
+        else x
+        for name, x in leaves.items()
+    ]
+    born = setup.tx_without_master.init(jax.tree.unflatten(treedef, unrounded))
+    values = {
+        stored: named_leaves(born)[0][name]
+        for name, stored in stored_names(OPT_STATE, born).items()
+    }
+    names = stored_names(OPT_STATE, opt_state)
+    leaves, treedef = named_leaves(opt_state)
+    return jax.tree.unflatten(treedef, [values.get(names[name], x) for name, x in leaves.items()])
 
 
 def restore_params(setup: Setup, source: Source, fitted: Fit) -> Any:
@@ -252,11 +315,35 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...
     return (f"set differently than when it was saved: {', '.join(differ)}",) if differ else ()
 
 
-def run_info(setup: Setup, num_rows: int, tokens: str) -> dict[str, Any]:
-    """What a checkpoint of a run keeps beside its arrays."""
+def run_info(setup: Setup, num_rows: int) -> dict[str, Any]:
+    """What a checkpoint of a run keeps beside its arrays, apart from what is said of its data."""
     return {
         INFO_ROWS: num_rows,
         INFO_CONFIG: config_tables(setup.config),
         INFO_SCALE: scale_rule(setup),
-        INFO_TOKENS: tokens,
     }
+
+
+def check_model(target: str, before: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+    """Refuses another model whose arrays have the same shapes: other heads, say.
+
+    Args:
+      target: import path of the model; its class may name in `RUNTIME_ARGUMENTS` those arguments
+        that a trained model may be given otherwise, such as dropout.
+      before, now: arguments of the model that was saved, and of this one.
+      what: where the first are from.
+
+    Raises:
+      ValueError: naming each argument that differs.
+    """
+    free = {"init_from", *getattr(import_target(target), "RUNTIME_ARGUMENTS", ())}
+    differ = [
+        f"{key} is {now[key]} (it was {before[key]})"
+        for key in before
+        if key in now and key not in free and before[key] != now[key]
+    ]
+    if differ:
+        raise ValueError(
+            f"[model] is another one than that of {what}: {', '.join(differ)}; give it the "
+            "arguments that those weights were trained with."
+        )

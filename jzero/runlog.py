@@ -211,6 +211,7 @@ class Tracer:
 
     settings: TrainConfig
     is_first: bool
+    is_running: bool = False  # a run that goes on past the first of them has none to stop
 
     def _steps(self) -> tuple[int, int]:
         profile = self.settings.profile if self.is_first else ""
@@ -221,10 +222,11 @@ class Tracer:
         if step == self._steps()[0]:
             jax.block_until_ready(state)
             jax.profiler.start_trace(str(Path(self.settings.out_dir) / "profile"))
+            self.is_running = True
 
     def after(self, step: int, state: Any) -> None:
         """Stops after the last step, once it is done."""
-        if step == self._steps()[1]:
+        if self.is_running and step == self._steps()[1]:
             jax.block_until_ready(state)
             jax.profiler.stop_trace()
 

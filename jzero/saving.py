@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jzero.checkpoint import Checkpoints, steps_in
+from jzero.checkpoint import Checkpoints
 from jzero.config import CheckpointConfig
-from jzero.ownership import Owner
 from jzero.terminal import format_bytes
 from jzero.zero import Zero
 
@@ -25,7 +24,7 @@ class Saver:
 
     Args:
       settings: of [checkpoint].
-      owner: holds the directory for this run.
+      checkpoints: of this run.
       zero: of the run.
       say: prints a line.
     """
@@ -33,13 +32,12 @@ class Saver:
     def __init__(
         self,
         settings: CheckpointConfig,
-        owner: Owner,
+        checkpoints: Checkpoints,
         zero: Zero,
         say: Callable[[str], None],
     ) -> None:
-        self._settings, self._owner, self._zero, self._say = settings, owner, zero, say
-        directory, keep = owner.directory, settings.keep
-        self._checkpoints = Checkpoints(directory, keep=keep, is_async=settings.is_async)
+        self._settings, self._zero, self._say = settings, zero, say
+        self._checkpoints = checkpoints
         self._retry_at: int | None = None  # step at which a failed save is tried again
         self._num_failures = 0
 
@@ -81,12 +79,10 @@ class Saver:
             self._checkpoints.close()
         except OSError as error:
             self._say(f"the last save failed: {error}")
-        finally:
-            self._owner.close()
 
     def _commit(self, step: int, parts: Callable[[], Mapping[str, Any]], info: Any) -> None:
         self._checkpoints.wait()
-        if step not in steps_in(self._owner.directory):
+        if step not in self._checkpoints.steps:
             self._save(step, parts(), info)
             self._checkpoints.wait()
 
@@ -96,7 +92,6 @@ class Saver:
             self._num_failures = 0
 
     def _save(self, step: int, parts: Mapping[str, Any], info: Any) -> None:
-        self._owner.check()
         num_bytes = self._checkpoints.save(step, self._zero, info=info, **parts)
         self._retry_at = None
         place = self._checkpoints.directory / str(step)

@@ -31,6 +31,6 @@ class Stopper:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         name = WISHES[signal.Signals(number)]
-        if name == self.wish == "SIGINT":
+        if name == "SIGINT" and self.wish is not None:
             raise KeyboardInterrupt
         self.wish = self.wish or name

@@ -81,7 +81,7 @@ class Ids:
           ValueError: a word is no number.
         """
         words = text.split()
-        bad = [word for word in words if not word.isdecimal()]
+        bad = [word for word in words if not (word.isdecimal() and int(word) < 2**31)]
         if bad:
             raise ValueError(
                 f"the prompt has {bad[0]!r}, and without a tokenizer it is token ids, as in "

@@ -17,15 +17,15 @@ import optax
 from flax import nnx
 from rich.console import Console
 
+from jzero.checkpoint import Checkpoints
 from jzero.config import Config, TrainConfig
-from jzero.data import Batches, Corpus, open_corpus, prefetch
-from jzero.evaluate import make_summed_loss
+from jzero.data import Batches, Corpus, fingerprint, open_corpus, prefetch
+from jzero.evaluate import evaluated, make_summed_loss
 from jzero.layout import is_floating
 from jzero.metrics import METRICS_FILE, plot_loss
 from jzero.options import compiler_options
-from jzero.ownership import Owner
 from jzero.recipe import Setup, check_rows, make_setup, trace_loss
-from jzero.resume import Start, find_start, run_info
+from jzero.resume import INFO_DATA, INFO_TOKENS, Start, find_start, run_info
 from jzero.runlog import Log, Tracer, open_log, start_rows
 from jzero.sample import write_sample
 from jzero.saving import Saver
@@ -59,7 +59,7 @@ class Job:
     setup: Setup
     corpus: Corpus
     start: Start
-    owner: Owner | None = None  # of the directory of checkpoints, where there is one
+    checkpoints: Checkpoints | None = None  # where it saves
 
 
 def train(config: Config, console: Console | None = None) -> Result:
@@ -92,8 +92,13 @@ def prepare(config: Config) -> Job:
     corpus = open_corpus(config.data, config.model)
     check_rows(setup.batch.train_batch_size, corpus.train.size, config.data.seq_len)
     start = find_start(setup, functools.partial(open_weights, target=config.model.target))
-    owner = Owner(config.checkpoint_dir) if config.checkpoint.every else None
-    return Job(setup, corpus, start, owner)
+    settings = config.checkpoint
+    if not settings.every:
+        return Job(setup, corpus, start)
+    options = {"keep": settings.keep, "is_async": settings.is_async}
+    checkpoints = Checkpoints(config.checkpoint_dir, **options)
+    checkpoints.take()
+    return Job(setup, corpus, start, checkpoints)
 
 
 def make_step(setup: Setup, graphdef: Any) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
@@ -154,9 +159,15 @@ def _unless_skipped(new: Any, state: TrainState, opt_state: Any) -> Any:
 
 def run_job(job: Job, console: Console | None = None) -> Result:
     """Trains, evaluates, samples and draws; see `train`."""
+    is_first = jax.process_index() == 0
+    console = (console or Console()) if is_first else Console(quiet=True)
+    with Stopper() if job.checkpoints is not None else contextlib.nullcontext() as stopper:
+        return _run(job, console, stopper)
+
+
+def _run(job: Job, console: Console, stopper: Stopper | None) -> Result:
     setup, corpus, start = job.setup, job.corpus, job.start
     config, is_first = setup.config, jax.process_index() == 0
-    console = (console or Console()) if is_first else Console(quiet=True)
     trace_loss(setup)
     print_table("jzero train", start_rows(setup, corpus), console)
     init_key, run_key, sample_key = jax.random.split(jax.random.key(config.train.seed), 3)
@@ -164,10 +175,10 @@ def run_job(job: Job, console: Console | None = None) -> Result:
     skipped_steps = int(_num_skipped(state.opt_state))
     evaluate = _make_evaluate(job, graphdef)
     with open_log(setup, console, is_first, start.step, skipped_steps) as log:
-        for note in start.notes:
+        for note in (*start.notes, *_data_notes(start, corpus)):
             log.print(note)
         state, stopped_by = _run_steps(
-            job, make_step(setup, graphdef), state, replicated(setup, key), evaluate, log
+            job, make_step(setup, graphdef), state, replicated(setup, key), evaluate, log, stopper
         )
         if stopped_by is not None:
             return _stopped(log, stopped_by, int(state.step), Path(config.train.out_dir))
@@ -175,7 +186,7 @@ def run_job(job: Job, console: Console | None = None) -> Result:
         if log.skipped_steps:
             log.print(f"{log.skipped_steps} of {config.train.num_steps} steps were skipped")
         log.print(_verdict(val_loss, corpus))
-        variables = state.params, state.others
+        graphdef, variables = evaluated(graphdef, (state.params, state.others))
         sample = write_sample(setup, corpus, graphdef, variables, sample_key, log.print)
     out_dir = Path(config.train.out_dir)
     if is_first:
@@ -183,6 +194,16 @@ def run_job(job: Job, console: Console | None = None) -> Result:
         log.print(f"{out_dir}: {', '.join(sorted(path.name for path in out_dir.iterdir()))}")
     loss, steps = log.last_loss, config.train.num_steps
     return Result(steps, loss, val_loss, corpus.bigram_bits, sample, out_dir)
+
+
+def _data_notes(start: Start, corpus: Corpus) -> tuple[str, ...]:
+    """Told where a run goes on with other data than it began with, under the same name."""
+    if start.data is None or start.data == fingerprint(corpus.train):
+        return ()
+    return (
+        f"THE DATA IS NOT WHAT IT WAS: {start.data[0]:,} tokens then, {corpus.train.size:,} now; "
+        "rows may come twice, or not at all",
+    )
 
 
 def _stopped(log: Log, signal_name: str, step: int, out_dir: Path) -> Result:
@@ -194,7 +215,13 @@ def _stopped(log: Log, signal_name: str, step: int, out_dir: Path) -> Result:
 
 
 def _run_steps(
-    job: Job, step_fn: Any, state: TrainState, key: jax.Array, evaluate: Any, log: Log
+    job: Job,
+    step_fn: Any,
+    state: TrainState,
+    key: jax.Array,
+    evaluate: Any,
+    log: Log,
+    stopper: Stopper | None,
 ) -> tuple[TrainState, str | None]:
     """Runs the steps that are left; also tells which signal ended them early, if one did."""
     setup, settings, start = job.setup, job.setup.config.train, job.start
@@ -209,12 +236,15 @@ def _run_steps(
             f"nothing is left to train: {start.step} of {settings.num_steps} steps are done; raise "
             "train.num_steps to go on, or name another train.out_dir to start anew"
         )
-    tokens = "bytes" if job.corpus.is_bytes else "ids"
+    data = {
+        INFO_TOKENS: "bytes" if job.corpus.is_bytes else "ids",
+        INFO_DATA: fingerprint(job.corpus.train),
+    }
 
     def info(step: int) -> dict[str, Any]:
-        return run_info(setup, start.num_rows + (step - start.step) * num_rows, tokens)
+        return run_info(setup, start.num_rows + (step - start.step) * num_rows) | data
 
-    with _saving(job, log) as (saver, stopper):
+    with _saving(job, log) as saver:
         step = start.step
         for step, rows in enumerate(_timed(prefetch(batches), num_left, log), start.step + 1):
             tracer.before(step, state)
@@ -224,7 +254,7 @@ def _run_steps(
             tracer.after(step, state)
             log.add(step, metrics)
             parts = functools.partial(state_parts, state, key)
-            if stopper.wish is not None:
+            if stopper is not None and stopper.wish is not None:
                 break
             if saver is not None:
                 saver.after(step, parts, info(step))
@@ -234,20 +264,18 @@ def _run_steps(
         log.flush(step)
         if saver is not None and step > start.step:
             saver.finish(step, functools.partial(state_parts, state, key), info(step))
-    return state, stopper.wish
+    return state, None if stopper is None else stopper.wish
 
 
 @contextlib.contextmanager
-def _saving(job: Job, log: Log) -> Iterator[tuple[Saver | None, Stopper]]:
-    """What saves the run and hears signals; a run that saves nothing dies of them."""
-    stopper = Stopper()
-    if job.owner is None:
-        yield None, stopper
+def _saving(job: Job, log: Log) -> Iterator[Saver | None]:
+    """What saves the run; None where nothing does."""
+    if job.checkpoints is None:
+        yield None
         return
-    saver = Saver(job.setup.config.checkpoint, job.owner, job.setup.zero, log.print)
+    saver = Saver(job.setup.config.checkpoint, job.checkpoints, job.setup.zero, log.print)
     try:
-        with stopper:
-            yield saver, stopper
+        yield saver
     finally:
         saver.close()
 
@@ -283,6 +311,7 @@ def _make_evaluate(job: Job, graphdef: Any) -> Callable[[TrainState], float]:
 
     def evaluate(state: TrainState) -> float:
         model = nnx.merge(graphdef, state.params, state.others)
+        model.eval()
         pairs = [loss_fn(model, setup.place(batches[i])) for i in range(num_batches)]
         totals, weights = np.asarray(jax.device_get(pairs), np.float64).T
         return float(totals.sum() / weights.sum())

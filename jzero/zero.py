@@ -42,6 +42,11 @@ class AtRest(NamedTuple):
     shape: tuple[int, ...]  # logical
     at_rest: jax.ShapeDtypeStruct  # padded, with its sharding
 
+    def in_dtype(self, dtype: Any) -> AtRest:
+        """The same place for an array of another dtype."""
+        rest = self.at_rest
+        return AtRest(self.shape, jax.ShapeDtypeStruct(rest.shape, dtype, sharding=rest.sharding))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Zero:

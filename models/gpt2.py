@@ -8,7 +8,7 @@ Letters: B batch, T time, D embed, H heads, K head dim (D = H K), V vocab, P pos
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +125,9 @@ class GPT2(nnx.Module):
     arguments_from_huggingface = staticmethod(huggingface.arguments_from_huggingface)
     huggingface_config = staticmethod(huggingface.huggingface_config)
     huggingface_names = staticmethod(huggingface.huggingface_names)
+
+    # What a trained model may be given otherwise, and is the same function still.
+    RUNTIME_ARGUMENTS: ClassVar = ("dropout", "attention", "remat", "loss_chunk")
 
     def __init__(
         self,

@@ -58,7 +58,13 @@ def arguments_from_huggingface(
             " checkpoint, or name a model that reads this one."
         )
     found = {name: config.get(field, value) for name, (field, value) in ARGUMENTS.items()}
-    bad = list(_differences(config, found["embed_dim"]))
+    sizes = ("vocab_size", "num_positions", "num_layers", "num_heads", "embed_dim")
+    bad = [
+        f"{ARGUMENTS[name][0]} is {found[name]!r}, and a whole number is needed"
+        for name in sizes
+        if type(found[name]) is not int
+    ]
+    bad += [] if bad else _differences(config, found["embed_dim"])
     if found["tied"] and HEAD in tensor_names:
         bad.append(
             f"tie_word_embeddings is true, but {HEAD} differs from wte.weight; set it to false to"

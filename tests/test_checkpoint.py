@@ -2,13 +2,19 @@
 
 import errno
 import json
+import os
+import pathlib
+import subprocess
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jzero
 from jzero import checkpoint
 from jzero.arrays import write_arrays
 from jzero.checkpoint import ITEM, Checkpoints, damaged, open_step, steps_in
@@ -80,7 +86,7 @@ def test_a_failed_background_write_is_told_once_at_the_next_check(tmp_path, disk
     checkpoints = Checkpoints(tmp_path)
     disk.is_full = True
     save(checkpoints, 1)
-    while not checkpoints._handler.has_failed():
+    while not checkpoints._writer.has_failed:
         time.sleep(0.01)
     with pytest.raises(OSError, match="No space left"):
         checkpoints.check()
@@ -99,7 +105,7 @@ def test_a_failed_save_does_not_lose_count_of_what_is_kept(tmp_path, disk):
         except OSError:
             assert step == 3
     checkpoints.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5", "jzero.json"]
 
 
 def test_a_process_that_was_killed_leaves_nothing_that_counts(tmp_path):
@@ -120,8 +126,10 @@ def test_a_process_that_was_killed_while_it_deleted_leaves_no_step_in_parts(tmp_
         checkpoints.close()
         assert steps_in(tmp_path) == [3]
         assert (tmp_path / "deleted" / "2").exists()
-    Checkpoints(tmp_path).close()
-    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.take()
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "jzero.json"]
 
 
 def test_a_directory_that_is_gone_is_an_error_and_is_not_made_anew(tmp_path):
@@ -142,7 +150,8 @@ def test_a_directory_that_is_gone_is_an_error_and_is_not_made_anew(tmp_path):
     ("make", "message"),
     [
         (lambda p: Checkpoints(p, keep=0), "keep is 0; keep at least 1"),
-        (lambda p: Checkpoints(p / "file"), r"cannot be written .*name another"),
+        (lambda p: Checkpoints(p / "file"), "file is a file; name a directory"),
+        (lambda p: Checkpoints(p / "file" / "x").take(), r"cannot be written .*name another"),
         (lambda p: open_step(p / "nowhere"), "does not exist; name the folder"),
         (lambda p: open_step(p), "holds no checkpoint; name the folder"),
         (lambda p: read_manifest(p), "is no checkpoint of jzero"),
@@ -178,7 +187,7 @@ def test_a_flipped_byte_of_an_arrays_metadata_is_found_and_named(one_step, place
 @pytest.mark.parametrize("place", [5, 300, -2])
 def test_a_flipped_byte_of_the_manifest_is_found_and_named(one_step, place):
     flip(one_step.path / ITEM / MANIFEST_FILE, place)
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged.*earlier step"):
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
         open_step(one_step.path)
 
 
@@ -196,3 +205,79 @@ def test_a_manifest_tells_versions_and_logical_shapes(one_step):
     assert manifest.leaves["params.w"].shape == (13, 3)
     assert manifest.versions["jax"] == jax.__version__
     assert manifest.num_bytes == 13 * 3 * 4
+
+
+def test_steps_only_go_forward(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        save(checkpoints, np.int32(5))
+        checkpoints.wait()
+        for step in (5, 3):
+            with pytest.raises(ValueError, match=f"step {step} is not after step 5, which is in"):
+                save(checkpoints, step)
+        assert (checkpoints.steps, checkpoints.latest_step) == ([5], 5)
+
+
+def test_numbers_and_what_is_known_of_a_step_come_back(tmp_path):
+    params = ZERO.place({"w": jnp.ones((13, 3))})
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step is None
+        checkpoints.save(1, ZERO, info={2: 1, 10: 2}, params=params, epoch=3)
+        like = {"epoch": jax.ShapeDtypeStruct((), jnp.int32)}
+        assert int(checkpoints.restore(ZERO, **like)["epoch"]) == 3  # a part alone
+        assert checkpoints.info() == {"2": 1, "10": 2}
+    assert damaged(open_step(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": -1}, "step is -1; give a number of steps"),
+        ({"step": "1"}, "step is '1'; give a number of steps"),
+        ({"info": {"x": np.float32(1)}}, "info is no JSON .*Python's own numbers"),
+        ({"optimizer": {"mu": jnp.ones(2)}}, "a part cannot be called optimizer"),
+        ({"master": {"w": jnp.ones(2)}}, "a part cannot be called master"),
+        (
+            {"opt_state": {"mu": {"x": jnp.ones(2)}}},
+            "opt_state is no state of this Zero",
+        ),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path, options, message):
+    params = ZERO.place({"w": jnp.ones((13, 3))})
+    with pytest.raises(ValueError, match=message):
+        Checkpoints(tmp_path).save(**{"step": 1, "zero": ZERO, "params": params} | options)
+    assert steps_in(tmp_path) == []
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp, jzero
+jax.config.update("jax_num_cpu_devices", 2)
+zero = jzero.Zero(jzero.make_mesh(), 3, like={"w": jnp.ones((300, 300))})
+jzero.Checkpoints("here").save(7, zero, params=zero.place({"w": jnp.ones((300, 300))}))
+"""
+
+
+def test_the_last_save_of_a_script_that_ends_is_not_lost(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent), "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, env=env, text=True,
+                          capture_output=True)  # fmt: skip
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert steps_in(tmp_path / "here") == [7]
+
+
+def test_in_another_precision_a_loss_scale_starts_anew_and_is_to_be_given(tmp_path):
+    states = {}
+    for name in ("bfloat16", "float16"):
+        policy = jzero.policy(name)
+        tx = ZERO.optimizer(jzero.with_policy(optax.adam(1e-3), policy))
+        params = ZERO.place({"w": jnp.ones((13, 3), policy.param_dtype)})
+        states[name] = (params, tx.init(params), jax.eval_shape(tx.init, params))
+    params, opt_state, _ = states["bfloat16"]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, ZERO, params=params, opt_state=opt_state)
+        params, opt_state, shapes = states["float16"]
+        with pytest.raises(ValueError, match=r"bfloat16 there and float16 here, so the loss scale"):
+            checkpoints.restore(ZERO, params=params, opt_state=shapes)
+        got = checkpoints.restore(ZERO, params=params, opt_state=opt_state)
+    assert float(got["opt_state"].loss_scale) == 65536.0

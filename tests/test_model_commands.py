@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 from jzero import cli
+from jzero.config import parse_config
 from jzero.data import Windows
 from jzero.evaluate import describe, mean_loss
 from jzero.loaded import open_stored
@@ -61,8 +63,6 @@ def test_every_row_counts_once_at_any_stage(trained, text, stage, capsys):
         str(stage),
         "--train.micro_batch",
         "3",
-        "--train.num_microbatches",
-        "1",
     ]
     words = ["eval", str(trained), "--data", text, "--max-rows", "53"]
     assert cli.main([*words, *flags]) == 0
@@ -121,7 +121,10 @@ def test_a_description_has_perplexity():
         (["eval", "{here}", "--data", "/nowhere"], "'/nowhere' does not exist"),
         (["eval", "/nothing", "--data", "{text}"], "/nothing does not exist; name a checkpoint"),
         (["eval", "{here}", "--data", "{text}", "--max-rows", "0"], "--max-rows is 0; use 1"),
-        (["eval", "{here}", "--data", "{text}", "--data.seq_len", "5000"], "and a row takes 5001"),
+        (["eval", "{here}", "--data", "{text}", "--data.seq_len", "5000"],
+         "seq_len 5000 is longer than the model's num_positions 16"),
+        (["eval", "{here}", "--data", "{text}", "--data.max_bytes", "9"], "and a row takes 17"),
+        (["eval", "{here}", "--data", "{text}", "--train.num_steps", "9"], "has no effect here"),
         (["eval", "{here}", "--data", "{text}", "--model.embed_dim", "32"],
          "does not fit models.gpt2:GPT2: "),
         (["sample", "{here}", "--top-k", "0"], "top_k is 0; use 1 or more"),
@@ -149,3 +152,37 @@ def test_text_is_not_taken_for_token_ids(trained, text, tmp_path, capsys):
     run(tiny(str(tokens), tmp_path, train={"num_steps": 1}))
     assert cli.main(["eval", str(tmp_path / "checkpoints"), "--data", text]) == 2
     assert "is text, and the tokens of" in capsys.readouterr().err
+
+
+class Noisy(nnx.Module):
+    """A model with Flax's own dropout, which is on unless someone calls `eval`."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.table = nnx.Embed(256, 256, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.dropout(self.table(tokens))
+
+
+def test_flax_modules_are_evaluated_without_their_dropout(text, tmp_path, capsys):
+    model = {"target": "tests.test_model_commands:Noisy"}
+    data = {"path": text, "seq_len": 16, "val_fraction": 0.2}
+    train = {"num_steps": 1, "micro_batch": 1, "eval_batches": 1, "out_dir": str(tmp_path)}
+    run(parse_config({"model": model, "data": data, "train": train, "checkpoint": {"every": 1}}))
+    losses = []
+    for rows in ("1", "2"):
+        words = ["eval", str(tmp_path), "--data", text, "--train.micro_batch", rows]
+        assert cli.main(words) == 0
+        losses.append(loss_of(capsys))
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=TOLERANCE)
+
+
+def test_a_damaged_checkpoint_is_told_in_a_line_with_what_to_do(trained, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    next(copy.glob("1/state/params.wte.weight/c/0/0")).unlink()
+    assert cli.main(["sample", str(copy), "--prompt", "a", "--length", "1"]) == 1
+    printed = capsys.readouterr().err
+    assert "params.wte.weight in " in printed
+    assert "jzero checkpoint verify" in printed

@@ -1,6 +1,7 @@
 """A run that goes on from a checkpoint is the run that was never interrupted."""
 
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,13 @@ import optax
 import pytest
 from flax import nnx
 
+from jzero.checkpoint import damaged
 from jzero.data import open_corpus
 from jzero.rates import make_momentum, make_optimizer, make_schedule
 from jzero.recipe import make_setup
 from jzero.resume import find_start
 from jzero.saving import SaveError
+from jzero.source import whole
 from jzero.train import _batches, prepare
 from jzero.trees import named_leaves
 from jzero.weights import open_weights
@@ -22,6 +25,7 @@ from tests.runs import TINY, assert_same, curve, run, saved, tiny, write_text
 
 pytestmark = pytest.mark.usefixtures("unoptimized")
 
+FIXTURE = Path(__file__).parent / "data" / "tiny_gpt2"
 TARGET = "models.gpt2:GPT2"
 CURVE_TOLERANCE = 1e-5  # float32 sums in another order, of losses near 5
 FLOAT16 = {"policy": "float16", "initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1}
@@ -53,6 +57,7 @@ def test_20_steps_equal_10_a_restart_and_10_bitwise(text, tmp_path, stage, preci
     assert "set differently" not in printed
     assert curve(tmp_path) == losses
     assert_same(saved(tmp_path)[1], state)
+    assert damaged(saved(tmp_path)[0]) == []
     if precision is FLOAT16:
         assert state["loss_scale.skipped_steps"] > 0
 
@@ -69,7 +74,7 @@ def test_data_goes_on_where_it_was_also_with_another_batch(text, tmp_path):
     batches = _batches(job.setup, job.corpus.train, 8, job.start.num_rows)
     before = _batches(job.setup, job.corpus.train, 16)
     np.testing.assert_array_equal(np.concatenate([batches[0], batches[1]]), before[10])
-    job.owner.close()
+    job.checkpoints.close()
     _, printed = run(config)
     assert "set differently than when it was saved: train.num_microbatches 1 (was 2)" in printed
     assert "train.num_steps 12 (was 20)" in printed
@@ -108,7 +113,7 @@ def test_two_runs_cannot_write_to_one_directory(text, tmp_path):
     job = prepare(tiny(text, tmp_path))
     with pytest.raises(ValueError, match="is in use by another run"):
         prepare(tiny(text, tmp_path))
-    job.owner.close()
+    job.checkpoints.close()
 
 
 PLAIN = {"dropout": 0.0}
@@ -174,6 +179,52 @@ class TestWeightsOnly:
             rounded = after.astype(got[f"params.{name}"].dtype)
             np.testing.assert_array_equal(got[f"params.{name}"], rounded)
 
+    def test_what_else_an_optimizer_keeps_of_the_parameters_is_unrounded_too(
+        self, text, tmp_path, source
+    ):
+        model = PLAIN | {"init_from": str(source)}
+        config = tiny(text, tmp_path, model=model, precision={"policy": "bfloat16"},
+                      schedule={"name": "constant"},
+                      optimizer={"name": "schedule_free_adamw", "clip_norm": 0.0,
+                                 "weight_decay": 0.0})  # fmt: skip
+        start = find_start(make_setup(config), lambda path: open_weights(path, target=TARGET))
+        state, _ = start.make(jax.random.key(0), jax.random.key(0))
+        leaves = named_leaves(state.opt_state)[0]
+        (name,) = (name for name in leaves if name.endswith("z.wpe.weight"))
+        want = saved(source)[1]["params.wpe.weight"]
+        np.testing.assert_array_equal(np.asarray(leaves[name])[:16, :16], want)
+        assert leaves[name].dtype == jnp.float32
+
+    def test_weights_of_another_function_with_the_same_shapes_are_refused(
+        self, text, tmp_path, source
+    ):
+        model = PLAIN | {"init_from": str(source), "num_heads": 4}
+        with pytest.raises(ValueError, match=r"num_heads is 4 \(it was 2\); give it the"):
+            prepare(tiny(text, tmp_path, model=model))
+        model = PLAIN | {"init_from": str(source), "remat": "none"}  # the same function
+        prepare(tiny(text, tmp_path, model=model)).checkpoints.close()
+
+    def test_hugging_face_files_are_started_from_at_once(self, text, tmp_path):
+        sizes = {"vocab_size": 257, "num_positions": 64, "embed_dim": 64, "num_heads": 4}
+        model = PLAIN | sizes | {"init_from": str(FIXTURE)}
+        config = tiny(text, tmp_path, model=model, train=SHORT, zero={"stage": 3})
+        run(config)
+        loss = nnx.jit(lambda model, rows: model.loss(rows))
+        arguments = {key: x for key, x in model.items() if key != "init_from"}
+        like = nnx.eval_shape(lambda: GPT2(**{**arguments, "num_layers": 2}, rngs=nnx.Rngs(0)))
+        source = open_weights(str(FIXTURE), target=TARGET).source
+        leaves, treedef = named_leaves(nnx.state(like, nnx.Param))
+        read = [source.read(f"params.{n}", whole(x.shape)) for n, x in leaves.items()]
+        whole_model = nnx.merge(nnx.split(like)[0], jax.tree.unflatten(treedef, read))
+        train_data = open_corpus(config.data, config.model).train
+        rows = jnp.asarray(_batches(make_setup(config), train_data, 8)[0])
+        want = float(loss(whole_model, rows))
+        assert curve(tmp_path)[0] == pytest.approx(want, rel=0, abs=CURVE_TOLERANCE)
+        other = config.__class__(**{**vars(config), "model": tiny(
+            text, tmp_path, model=model | {"num_heads": 2}).model})  # fmt: skip
+        with pytest.raises(ValueError, match=r"num_heads is 2 \(it was 4\)"):
+            find_start(make_setup(replaced_dir(other, tmp_path / "new")), opener)
+
     def test_weights_of_another_size_are_refused_with_every_array_that_differs(
         self, text, tmp_path, source
     ):
@@ -190,6 +241,31 @@ class TestWeightsOnly:
             ValueError, match="there are no weights at .*nothing; name a checkpoint"
         ):
             prepare(config)
+
+
+def test_a_resume_with_another_number_of_heads_is_refused(text, tmp_path):
+    run(tiny(text, tmp_path, train=SHORT))
+    with pytest.raises(ValueError, match=r"another one than that of .*num_heads is 4 \(it was 2"):
+        prepare(tiny(text, tmp_path, model={"num_heads": 4}))
+
+
+def test_data_that_changed_under_its_name_is_told(tmp_path):
+    text = write_text(tmp_path)
+    run(tiny(text, tmp_path / "run", train=SHORT))
+    with open(text, "a") as file:
+        file.write("more of it " * 40)
+    config = tiny(text, tmp_path / "run", train=SHORT | {"num_steps": 3, "profile": "1:3"})
+    _, printed = run(config)  # a trace that would have begun before is none, and no error
+    assert "THE DATA IS NOT WHAT IT WAS: 3,200 tokens then" in printed
+
+
+def opener(path):
+    return open_weights(path, target=TARGET)
+
+
+def replaced_dir(config, out_dir):
+    train = config.train.__class__(**{**vars(config.train), "out_dir": str(out_dir)})
+    return config.__class__(**{**vars(config), "train": train})
 
 
 def weights(out_dir):

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 import pytest
 
-from jzero.checkpoint import steps_in
+from jzero.checkpoint import Checkpoints, steps_in
 from jzero.config import CheckpointConfig, parse_config
 from jzero.ownership import MARK, Owner, check_is_ours
 from jzero.saving import SaveError, Saver
@@ -27,9 +27,11 @@ class Run:
     def __init__(self, folder, **settings):
         self.all.append(self)
         self.said = []
-        self.owner = Owner(folder)
         settings = CheckpointConfig(**{"every": 2, "is_async": False} | settings)
-        self.saver = Saver(settings, self.owner, ZERO, self.said.append)
+        options = {"keep": settings.keep, "is_async": settings.is_async}
+        self.checkpoints = Checkpoints(folder, **options)
+        self.checkpoints.take()
+        self.saver = Saver(settings, self.checkpoints, ZERO, self.said.append)
 
     def steps(self, *steps):
         for step in steps:
@@ -61,7 +63,7 @@ def test_a_save_that_fails_is_told_and_tried_again_until_it_works(folder, disk, 
     disk.is_full = True
     for step in range(4, 8):
         run.steps(step)
-        while run.saver._checkpoints.is_busy:
+        while run.checkpoints.is_busy:
             pass
     failed = [line for line in run.said if "SAVING FAILED" in line]
     assert "No space left" in failed[0]
@@ -117,13 +119,13 @@ def test_a_directory_in_use_is_refused(folder):
     run = Run(folder)
     with pytest.raises(ValueError, match="is in use by another run; name another"):
         Owner(folder)
-    run.owner.close()
+    run.checkpoints._writer._owner.close()
     Owner(folder).close()
 
 
 def test_a_run_that_began_later_takes_over_and_the_first_is_told(folder):
     run = Run(folder)
-    run.owner.close()  # as on a file system without locks
+    run.checkpoints._writer._owner.close()  # as on a file system without locks
     Owner(folder).close()
     run.steps(2)
     assert "belongs to another run" in run.said[-1]
@@ -146,7 +148,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
         ({"every": -1}, r"\[checkpoint\] every is -1"),
         ({"every": 1, "keep": 0}, r"\[checkpoint\] keep is 0"),
         ({"dir": "x"}, r"\[checkpoint\] dir is 'x'.*has no effect without checkpoint.every"),
-        ({"async": False}, "has no effect without checkpoint.every"),
+        ({"resume": "must"}, "has no effect without checkpoint.every"),
         ({"every": 1, "resume": "yes"}, "resume is 'yes'"),
         ({"every": 1, "is_async": False}, "has no key 'is_async'; did you mean 'async'"),
     ],
