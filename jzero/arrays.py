@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import re
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -254,5 +255,14 @@ def _clipped(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of a TensorStore error, without its source locations."""
-    return str(error).split(" [source locations")[0].split(" [tensorstore")[0]
+    """A TensorStore error without its source locations; of the system's, its words and the file.
+
+    >>> _reason(ValueError("Error writing local file \\"/a/b\\": No room [os_error_code='28']"))
+    'No room, writing /a/b'
+    """
+    text = str(error).split(" [source locations")[0].split(" [tensorstore")[0]
+    of_system = re.search(r"([^:\[\]]+) \[os_error_code=", text)
+    place = re.search(r'(\w+) local file "([^"]+)"', text)
+    if of_system is None or place is None:
+        return text
+    return f"{of_system[1].strip()}, {place[1]} {place[2]}"

@@ -48,6 +48,7 @@ class Log:
     pending: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     since: float = field(default_factory=time.perf_counter)
     wait_s: float = 0.0
+    is_behind: bool = False  # whether metrics wait for room on the disk
     last_loss: float = math.nan
 
     @property
@@ -61,8 +62,12 @@ class Log:
 
     def __exit__(self, *exception: Any) -> None:
         self.progress.__exit__(*exception)
-        if self.writer is not None:
+        if self.writer is None:
+            return
+        try:
             self.writer.close()
+        except OSError as error:
+            self.print(f"the last metrics could not be written ({error})")
 
     def print(self, text: str) -> None:
         """A line above the bar."""
@@ -129,8 +134,16 @@ class Log:
         return loss
 
     def _write(self, step: int, **scalars: Any) -> None:
-        if self.writer is not None:
+        """Writes metrics; a disk that is full is told of once, and does not end the run."""
+        if self.writer is None:
+            return
+        try:
             self.writer.write(step, **scalars)
+            self.is_behind = False
+        except OSError as error:
+            if not self.is_behind:
+                self.print(f"step {step}: METRICS CANNOT BE WRITTEN ({error}); the run goes on")
+            self.is_behind = True
 
     def _restart(self) -> None:
         self.since, self.wait_s = time.perf_counter(), 0.0

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from jzero.config import TrainConfig, optimizer_section, parse_config
 from jzero.generate import Model, Rule, generate
-from jzero.metrics import read_metrics
+from jzero.metrics import MetricsWriter, read_metrics
 from jzero.rates import decay_mask, make_optimizer
 from jzero.recipe import make_loss_fn, make_setup
 from jzero.runlog import open_writer, start_rows
@@ -140,6 +140,23 @@ def test_the_metrics_of_an_earlier_run_are_kept_beside_the_new_ones(tmp_path):
         writer.write(1, loss=2.0)
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.0}]
     assert read_metrics(tmp_path / "metrics.previous.jsonl") == [{"step": 7}]
+
+
+def test_metrics_that_cannot_be_written_are_told_once_and_do_not_end_the_run(
+    text, tmp_path, monkeypatch
+):
+    write = MetricsWriter.write
+
+    def full(self, step, **scalars):
+        if int(step) in (2, 3):
+            raise OSError(28, "No space left on device")
+        write(self, step, **scalars)
+
+    monkeypatch.setattr(MetricsWriter, "write", full)
+    result, printed = run(tiny(text, tmp_path))
+    assert result.steps == 4
+    assert printed.count("METRICS CANNOT BE WRITTEN ([Errno 28] No space left on device)") == 1
+    assert {row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")} == {1, 4}
 
 
 class Counted(nnx.Module):
