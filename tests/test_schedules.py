@@ -411,9 +411,8 @@ def test_replica_and_data_axes_count_in_a_batch_and_a_model_axis_does_not():
     config: Any = parse_config({"train": {"micro_batch": 5}})
     zero: Any = SimpleNamespace(mesh=make_mesh(replica=2, data=2, model=2), axes=("data",))
     nothing: Any = None
-    setup = Setup(
-        config, zero, nothing, nothing, optax.identity(), optax.constant_schedule(1.0), nothing
-    )
+    tx, schedule = optax.identity(), optax.constant_schedule(1.0)
+    setup = Setup(config, zero, nothing, nothing, tx, tx, schedule, nothing)
     assert setup.batch == (20, 5, 1)
 
 

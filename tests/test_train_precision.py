@@ -171,7 +171,7 @@ def test_an_overflow_on_one_device_changes_nothing_on_any(text, tmp_path, stage,
 def test_a_skip_is_told_counted_and_written(text, tmp_path, monkeypatch):
     config = config_of(Overflowing, text, tmp_path, precision={"policy": "float16"})
     printed = io.StringIO()
-    monkeypatch.setattr("jzero.train._batches", lambda setup, tokens, rows: Bad(rows))
+    monkeypatch.setattr("jzero.train._batches", lambda setup, tokens, rows, *_: Bad(rows))
     train(config, Console(file=printed, width=200))
     assert (
         "step 2 skipped: the gradient of head is not finite; the loss scale is now 65536; 1 "
@@ -215,7 +215,7 @@ class Bad:
 def test_a_run_that_skipping_cannot_help_stops_and_names_step_and_leaf(
     text, tmp_path, monkeypatch, precision, message
 ):
-    monkeypatch.setattr("jzero.train._batches", lambda setup, tokens, rows: Bad(rows, every=1))
+    monkeypatch.setattr("jzero.train._batches", lambda setup, tokens, rows, *_: Bad(rows, every=1))
     config = config_of(Overflowing, text, tmp_path, precision=precision, train={"num_steps": 20})
     with pytest.raises(FloatingPointError, match=message):
         train(config, Console(file=io.StringIO(), width=200))
