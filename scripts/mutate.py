@@ -181,7 +181,7 @@ def run_tests(
         if mutant is not None:
             path = copy / mutant.file
             path.write_bytes(mutant.applied(path.read_bytes()))
-        env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": ""}
         run = subprocess.Popen(
             [*command, "-o", "addopts=", *tests],
             cwd=copy,
